@@ -90,7 +90,7 @@ test-real: $(TESTS)
 	$(BIN)/python -m pytest -m real $(PYTEST_ARGS)
 
 test: $(TESTS)
-	$(BIN)/python -m pytest -m "not slow and not real" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not real" --timeout 240 -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-slow: $(TESTS)
 	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=thorough $(PYTEST_ARGS)

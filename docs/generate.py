@@ -22,6 +22,7 @@ from generated.option_types import PATH as OPTION_TYPES
 from generated.option_types import option_types
 from generated.papers_page import papers_page
 from generated.quality_page import quality_figures, quality_tables
+from generated.request_fields_page import request_fields_page
 from generated.results import RESULTS, ROOT
 from generated.retaining_page import retaining_figures, retaining_tables
 from generated.settings_page import settings_page
@@ -71,6 +72,7 @@ def pages() -> dict[Path, str]:
     texts[reference / "methods" / "README.md"] = f"{NOTE}# Methods\n\n{method_table('')}"
     texts[reference / "cli.md"] = cli_page()
     texts[reference / "settings.md"] = settings_page()
+    texts[reference / "request-fields.md"] = request_fields_page()
     texts[reference / "models.md"] = NOTE + model_types.render(json.loads(MODEL_TYPES.read_text(encoding="utf-8")))
     texts[reference / "api.md"] = NOTE + api_page()
     texts[reference / "papers.md"] = NOTE + papers_page(method_panels, read_rows(CODECS))

@@ -7,6 +7,7 @@ of torch, which the package brings in, import it. Examples of Hypothesis have no
 
 import gc
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -53,6 +54,15 @@ def pytest_collection_finish() -> None:
     """The modules of torch and of the tests stay until the end; no garbage collection has to walk over them."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Drop the frames of the last failure: native objects in them would be reported as leaks, below the failure."""
+    for name in ("last_exc", "last_value", "last_traceback"):
+        if hasattr(sys, name):
+            delattr(sys, name)
+    gc.unfreeze()
+    gc.collect()
 
 
 def _by_test(items: list[pytest.Item], marker: str) -> list[list[pytest.Function]]:

@@ -6,9 +6,12 @@ Every format is checked against the reference on the CPU, and timed against bflo
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +27,9 @@ from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict
 from millpond.kernels.packed.layout import PackedArrays
 from millpond.kernels.packed.regions import PackedRegions, Rope
 from millpond.kernels.pages import PageArrays
+
+DECODE: Any = importlib.import_module("millpond.kernels.gpu.decode")  # the package shows the function under this name
+WORDS: Any = importlib.import_module("millpond.kernels.gpu.packed_words")
 
 Pages = TypeVar("Pages", PageArrays, PackedArrays)
 
@@ -50,6 +56,8 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}
 PLAIN_SLOTS, PLAIN = 64, 40  # of the pages of newest entries; how many lie there
 CPU = torch.device("cpu")
 PLAIN_PAGES = "bf16 pages"
+#: Slots per split, then slots per step, warps and stages of `attend_words`.
+TUNINGS = ((256, 64, 2, 3), (256, 64, 4, 3), (512, 64, 2, 3), (512, 64, 2, 2))
 
 
 def int32(*shape: int, value: int = 0, device: torch.device = CPU) -> Tensor:
@@ -204,6 +212,23 @@ def check(machine: Machine) -> list[Row]:
     return rows
 
 
+@contextmanager
+def tuned(split: int, *words: int) -> Iterator[None]:
+    """Other sizes of `attend_words`, and of splits, for a while."""
+    usual = DECODE.TUNING, WORDS.TUNING
+    DECODE.TUNING, WORDS.TUNING = usual[0]._replace(split=split), WORDS.Tuning(*words)
+    try:
+        yield
+    finally:
+        DECODE.TUNING, WORDS.TUNING = usual
+
+
+@lru_cache(maxsize=1)
+def timed_regions(machine: Machine, codec: str, regions: int, stored: int, dim: int, heads: int) -> PackedRegions:
+    """`sealed` on the device, once for several timings."""
+    return regions_on(sealed(codec, regions, stored, dim, heads), machine.device)
+
+
 def time_codec(machine: Machine, codec: str) -> Row:
     """A decoding step of one layer over codes: 32 query heads over 8 KV heads of width 128, 16 sequences."""
     n_seq, heads, group, dim, stored = (1, 1, 4, 64, 128) if machine.tiny else (16, 8, 4, 128, 8192)
@@ -215,7 +240,7 @@ def time_codec(machine: Machine, codec: str) -> Row:
     held = stored if codec == PLAIN_PAGES else PLAIN
     made, table = plain(regions, dim, torch.bfloat16, held, stored)
     pages, table, lens = moved(made, device), table.to(device), int32(regions, value=held, device=device)
-    codes = None if held == stored else regions_on(sealed(codec, regions, stored, dim, heads), device)
+    codes = None if held == stored else timed_regions(machine, codec, regions, stored, dim, heads)
 
     def step() -> object:
         where, shape = PageRegions(pages, table, lens), AttentionShape(dim**-0.5)
@@ -223,6 +248,12 @@ def time_codec(machine: Machine, codec: str) -> Row:
 
     ms = machine.ms(machine.graphed(step), lambda: lens.fill_(held))
     return {"codec": codec, "stored": stored, "batch": n_seq, "ms": ms}
+
+
+def time_tuning(machine: Machine, codec: str, tuning: tuple[int, int, int, int]) -> Row:
+    """What `time_codec` times, with other sizes; the kernel that reads codes one by one knows none of them."""
+    with tuned(*tuning):
+        return {**time_codec(machine, codec), **dict(zip(("split", "block", "warps", "stages"), tuning, strict=True))}
 
 
 def run_codes(machine: Machine) -> list[Row]:

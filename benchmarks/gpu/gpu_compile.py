@@ -75,7 +75,7 @@ def compile_instead_of_launch() -> dict[str, Compiled]:
 
     JITFunction.run = run
     driver.set_active(Absent())
-    for module in ("decode", "pages", "prefill"):  # they would refuse tensors on the CPU
+    for module in ("decode", "dense", "pages", "prefill"):  # they would refuse tensors on the CPU
         importlib.import_module(f"millpond.kernels.gpu.{module}").check = lambda *given: None  # type: ignore[attr-defined]
     return found
 
@@ -101,9 +101,7 @@ def compile_all(tiny: bool) -> dict[str, Compiled]:
     gpu_codes.reference = SimpleNamespace(decode=gpu_codes.gpu.decode, write_packed=seal)  # type: ignore[assignment]
     machine = Machine(interpret=True, tiny=tiny)
     calls = itertools.chain(
-        gpu_ops.check_copies(machine),
-        gpu_ops.check_decode(machine),
-        gpu_ops.check_prefill(machine),
+        *(check(machine) for check in gpu_ops.CHECKS),
         *(gpu_codes.checked(machine, codec) for codec in gpu_codes.CODECS),
     )
     for _ in track(calls, description="compiling", console=Console(stderr=True)):

@@ -13,6 +13,8 @@ from torch import Tensor
 from millpond.kernels import gpu, reference
 from millpond.kernels.args import AttentionShape, DecodeArgs, EntryRows, PageRegions, PrefillArgs, StepRegions
 from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Reduce, Signal
+from millpond.kernels.decoder_ops import DecoderOps, GatedActivation, Norm
+from millpond.kernels.gpu.dense import FusedDense
 
 HEADS, KV_HEADS, DIM = 32, 8, 128  # of the captured step
 
@@ -155,9 +157,64 @@ def check_copies(machine: Machine) -> Iterator[Row]:
         }
 
 
+DENSE_SHAPES: list[tuple[int, int, tuple[int, int], tuple[int, int], int]] = [
+    # rows, width, heads, head dim and of it rotated, of the feed-forward
+    (1, 4096, (32, 8), (128, 128), 14336),
+    (16, 4096, (32, 8), (128, 128), 14336),
+    (700, 960, (15, 5), (64, 64), 2560),
+    (3, 2560, (32, 32), (80, 20), 10240),
+    (5, 16384, (128, 8), (128, 128), 53248),
+]
+
+
+def check_dense(machine: Machine) -> Iterator[Row]:
+    """Norms of rows and of heads, rotary embedding and activations against torch's ops."""
+    shapes = [(3, 96, (3, 1), (16, 12), 100)] if machine.tiny else DENSE_SHAPES
+    ours, torchs = FusedDense(), DecoderOps()
+    for dtype, shape in itertools.product((torch.bfloat16, torch.float16, torch.float32), shapes):
+        if not machine.mine():
+            continue
+        n, width, heads, (dim, rotary), wide = shape
+        torch.manual_seed(0)
+
+        def random(*size: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.randn(*size, device=machine.device).to(dtype)
+
+        qkv = random(n, (heads[0] + 2 * heads[1]) * dim)
+        q = qkv.view(n, -1, dim)[:, : heads[0]]
+        norms = [(random(n, width), width, None), (random(n, width), width, random(width)), (q, dim, None)]
+        worst = 0.0
+        for x, size, bias in norms:
+            norm = Norm(random(size), bias, 1e-6, bias is not None)
+            worst = max(worst, error(ours.norm(x, norm), torchs.norm(x, norm)))
+        for act, gated in itertools.product(GatedActivation, (True, False)):
+            parts = list(torch.split(random(n, 2 * wide), wide, -1))[: 1 + gated]
+            worst = max(worst, error(ours.gated(parts, act), torchs.gated(parts, act)))
+        turned = []
+        cos, sin = random(n, rotary), random(n, rotary)
+        for ops in (ours, torchs):
+            turned.append(qkv.clone())
+            q, k, _ = torch.split(turned[-1].view(n, -1, dim), [heads[0], heads[1], heads[1]], 1)
+            ops.rotate_(q, k, cos, sin)
+        yield {
+            "op": "dense",
+            "dtype": str(dtype),
+            "shape": str(shape),
+            "rule": "",
+            "out": max(worst, error(*turned)),
+            "lse": 0.0,
+            "pages": 0.0,
+            "exact": torch.equal(*turned) or not machine.cuda,  # the interpreter cuts bfloat16 off
+            "limit": TOLERANCE[dtype],
+        }
+
+
+CHECKS = (check_copies, check_dense, check_decode, check_prefill)
+
+
 def run_check(machine: Machine) -> list[Row]:
     rows = []
-    for row in itertools.chain(check_copies(machine), check_decode(machine), check_prefill(machine)):
+    for row in itertools.chain(*(check(machine) for check in CHECKS)):
         # the log-sum-exp and the scores never pass through half precision, whatever the dtype
         sharp = max(row["lse"], row["pages"]) <= SCORE_TOLERANCE
         row["ok"] = bool(row["exact"] and sharp and row["out"] <= row["limit"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_codes import CODECS, PLAIN_PAGES, time_codec
+from gpu_codes import CODECS, PLAIN_PAGES, TUNINGS, time_codec, time_tuning
 from gpu_machine import FAR, Layer, Machine, ints
 from gpu_rows import Cell, Row
 from torch import Tensor
@@ -169,6 +169,7 @@ def kernel_cells(machine: Machine) -> list[Cell]:
     decode = [(2, 80)] if machine.tiny else [(16, 8192), (64, 8192), (16, 32_768)]
     prefill = [150] if machine.tiny else [2048, 8192, 32_768]
     codecs = (PLAIN_PAGES, "int4") if machine.tiny else (PLAIN_PAGES, *CODECS)
+    tunings = itertools.product(("int4",) if machine.tiny else ("int4", "fp8"), TUNINGS)
     slots = 16 if machine.tiny else 64
     section = "kernels"
 
@@ -183,4 +184,8 @@ def kernel_cells(machine: Machine) -> list[Cell]:
         ),
         *(Cell(section, f"prefill, {rows}", partial(time_prefill, machine, rows), 2.0) for rows in prefill),
         *(Cell(section, f"decode codes, {codec}", partial(time_codec, machine, codec), 4.0) for codec in codecs),
+        *(
+            Cell(section, f"tune codes, {codec}, {tuning}", partial(time_tuning, machine, codec, tuning), 2.0)
+            for codec, tuning in tunings
+        ),
     ]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from types import ModuleType
 
 import millpond
 import millpond.plugins
 from generated.results import ROOT
+from millpond.engine import outputs, request
 from millpond_lab.bench.common.report import markdown_table
 
 GROUPS = {
@@ -56,9 +58,15 @@ ABOUT = {
     "Errors": "Causes and remedies are in [troubleshooting](../how-to/troubleshooting.md).",
     "Methods and number formats": "Options of each method are on [its page](methods/README.md).",
 }
+#: Classes that an engine takes and gives, which `millpond` has no name for.
+OUTPUTS = ((request, "Request"), (outputs, "RequestOutput"), (outputs, "Completion"))
 INTRO = """\
 Every public name of `millpond`, and then of `millpond.plugins`.
 Signatures and members are on the documentation site (`make docs`); the tables link to the source.
+"""
+REQUESTS = """\
+What `Engine.add` takes and `Engine.step` gives; `LLM`, `AsyncLLM` and clusters give the same outputs.
+Import them from the modules that the table names.
 """
 PLUGINS = """\
 What a method of your own builds on: [a tutorial](../tutorial/write-your-own-method.md).
@@ -80,15 +88,21 @@ def api_page() -> str:
     for title, names in GROUPS.items():
         about = f"{ABOUT[title]}\n\n" if title in ABOUT else ""
         parts.append(f"## {title}\n\n{about}{_section(millpond, names)}")
+    parts.append(f"## Requests and outputs\n\n{REQUESTS}\n{_table_of(OUTPUTS)}")
     others = [name for name in millpond.plugins.__all__ if name not in millpond.__all__]
     parts.append(f"## `millpond.plugins`\n\n{PLUGINS}\n{_section(millpond.plugins, others)}")
     return "\n".join(parts)
 
 
 def _section(module: ModuleType, names: tuple[str, ...] | list[str]) -> str:
-    rows = [(f"`{name}`", _summary(getattr(module, name)), _source(getattr(module, name))) for name in names]
+    return _table_of([(module, name) for name in names])
+
+
+def _table_of(places: Sequence[tuple[ModuleType, str]]) -> str:
+    """A table of names, each with the module that it is imported from, and a directive for each."""
+    rows = [(f"`{name}`", _summary(getattr(module, name)), _source(getattr(module, name))) for module, name in places]
     table = markdown_table(("name", "what it is", "source"), rows).replace("---:", "---")
-    return table + "".join(f"\n::: {module.__name__}.{name}\n" for name in names)
+    return table + "".join(f"\n::: {module.__name__}.{name}\n" for module, name in places)
 
 
 def _has_doc(thing: object) -> bool:

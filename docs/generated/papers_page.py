@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from generated.results import ROOT
-from millpond.codec.presets import PRESETS
+from millpond.codec.presets import FLEXGEN, KIVI, KVQUANT, MIKV, PRESETS, QUAROT, THINK
 from millpond.methods import METHODS
 from millpond.registry import Entry
 from millpond_lab.bench.common.report import markdown_table
@@ -18,25 +18,20 @@ from millpond_lab.evals.report.curves import CurvePanel
 from millpond_lab.evals.task import TASKS
 
 BUDGET = "20%"
-#: Test files whose name is not that of the method, the number format or the task.
+#: Test files whose name is not that of the method.
 TESTS = {
     "no_heavy": "tests/papers/test_h2o_ablations.py",
     "strided": "tests/papers/test_h2o_ablations.py",
     "fixed": "tests/papers/test_h2o_ablations.py",
-    "flexgen": "tests/codec/test_groups.py",
-    "kivi": "tests/codec/test_quantize.py",
-    "kvquant": "tests/hf/test_kvquant.py",
-    "mikv": "tests/codec/test_tiers.py",
-    "think": "tests/codec/test_transforms.py",
-    "rotated": "tests/codec/test_transforms.py",
 }
+#: Papers of number formats, as `Codec.paper` has them: the name there, the module and the test.
 FORMATS = {
-    "flexgen": ("FlexGen", "src/millpond/codec/groups.py"),
-    "kivi": ("KIVI", "src/millpond/codec/groups.py"),
-    "kvquant": ("KVQuant", "src/millpond/codec/nuq.py"),
-    "mikv": ("MiKV", "src/millpond/codec/channels.py"),
-    "think": ("ThinK", "src/millpond/codec/channels.py"),
-    "rotated": ("QuaRot", "src/millpond/codec/rotate.py"),
+    FLEXGEN: ("FlexGen", "src/millpond/codec/groups.py", "tests/codec/test_groups.py"),
+    KIVI: ("KIVI", "src/millpond/codec/groups.py", "tests/codec/test_quantize.py"),
+    KVQUANT: ("KVQuant", "src/millpond/codec/nuq.py", "tests/hf/test_kvquant.py"),
+    MIKV: ("MiKV", "src/millpond/codec/channels.py", "tests/codec/test_tiers.py"),
+    QUAROT: ("QuaRot", "src/millpond/codec/rotate.py", "tests/codec/test_transforms.py"),
+    THINK: ("ThinK", "src/millpond/codec/channels.py", "tests/codec/test_transforms.py"),
 }
 METHODS_INTRO = f"""\
 Measured: the score of `pond-recall` at a budget of {BUDGET}, as a share of the full cache's score (95 % interval).
@@ -109,15 +104,12 @@ def papers_page(panels_of: Callable[[str], Mapping[str, CurvePanel]], formats: S
     ]
     parts.append(_table(("method", "paper", "module", "test", "question known", "question unknown"), methods))
     parts.append(f"## Number formats\n\n{FORMATS_INTRO}")
+    unknown = {codec.paper for codec in PRESETS.values() if codec.paper} - {*FORMATS}
+    if unknown:
+        raise ValueError(f"FORMATS in docs/generated/papers_page.py lacks papers of number formats: {sorted(unknown)}")
     codecs = [
-        (
-            _names(prefix),
-            f"{title}, {_link(_number(prefix))}",
-            _file(module),
-            _file(_test(prefix)),
-            _losses(prefix, formats),
-        )
-        for prefix, (title, module) in sorted(FORMATS.items())
+        (_names(paper), f"{title}, {_link(paper)}", _file(module), _file(test), _losses(paper, formats))
+        for paper, (title, module, test) in FORMATS.items()
     ]
     parts.append(_table(("formats", "paper", "module", "test", "perplexity"), codecs))
     parts.append(f"## Serving\n\n{SERVING_INTRO}")
@@ -188,21 +180,17 @@ def _score(panels: Mapping[str, CurvePanel], protocol: str) -> str:
     return "–" if point is None else f"{point.share:.1%} ({point.low:.1%} to {point.high:.1%})"
 
 
-def _codecs(prefix: str) -> list[str]:
-    return sorted(name for name, codec in PRESETS.items() if codec.paper and name.startswith(prefix))
+def _codecs(paper: str) -> list[str]:
+    return sorted(name for name, codec in PRESETS.items() if codec.paper == paper)
 
 
-def _names(prefix: str) -> str:
-    return ", ".join(f"`{name}`" for name in _codecs(prefix))
+def _names(paper: str) -> str:
+    return ", ".join(f"`{name}`" for name in _codecs(paper))
 
 
-def _number(prefix: str) -> str:
-    return next(PRESETS[name].paper for name in _codecs(prefix))
-
-
-def _losses(prefix: str, rows: Sequence[SummaryRow]) -> str:
+def _losses(paper: str, rows: Sequence[SummaryRow]) -> str:
     full = {row.codec: row.score for row in rows if row.method == "full"}
-    known = [(name, full[name] / full["bf16"] - 1) for name in _codecs(prefix) if name in full]
+    known = [(name, full[name] / full["bf16"] - 1) for name in _codecs(paper) if name in full]
     return ", ".join(f"`{name}` {loss:+.1%}" for name, loss in known) or "–"
 
 

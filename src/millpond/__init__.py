@@ -11,40 +11,42 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from millpond import cluster as cluster
-    from millpond.budget import Budget
-    from millpond.cache.chunks.store import ChunkStore
-    from millpond.codec import list_codecs
-    from millpond.engine.async_llm import AsyncLLM
-    from millpond.engine.chunks.prompt import Chunk, Prompt
-    from millpond.engine.config import EngineConfig
-    from millpond.engine.llm import LLM
-    from millpond.engine.offload.plan import Plan
-    from millpond.engine.offload.planner import plan
-    from millpond.engine.request import CacheOptions
-    from millpond.engine.sampling.params import SamplingParams
-    from millpond.errors import (
-        BudgetError,
-        CacheMismatchError,
-        DataError,
-        MillpondError,
-        NotPicklableError,
-        NumericsError,
-        OptionError,
-        PoolFullError,
-        UnsupportedModelError,
-        WouldForgetError,
-    )
-    from millpond.hf.ask import TextAnswer, ask
-    from millpond.hf.cache import MillpondCache
-    from millpond.hf.compress import compress
-    from millpond.hf.document import restore_document, save_document
-    from millpond.hf.stats import CacheStats
-    from millpond.methods import list_methods
-    from millpond.models.load import load_model, load_tokenizer
-    from millpond.policy.policy import Policy
-    from millpond.presets import preset
-    from millpond.prompt_marks import PromptMarks
-    from millpond_lab.fit import fit
+    from millpond.budget import Budget as Budget
+    from millpond.cache.chunks.store import ChunkStore as ChunkStore
+    from millpond.codec import list_codecs as list_codecs
+    from millpond.engine.async_llm import AsyncLLM as AsyncLLM
+    from millpond.engine.chunks.prompt import Chunk as Chunk
+    from millpond.engine.chunks.prompt import Prompt as Prompt
+    from millpond.engine.config import EngineConfig as EngineConfig
+    from millpond.engine.llm import LLM as LLM
+    from millpond.engine.offload.plan import Plan as Plan
+    from millpond.engine.offload.planner import plan as plan
+    from millpond.engine.request import CacheOptions as CacheOptions
+    from millpond.engine.sampling.params import SamplingParams as SamplingParams
+    from millpond.errors import BudgetError as BudgetError
+    from millpond.errors import CacheMismatchError as CacheMismatchError
+    from millpond.errors import DataError as DataError
+    from millpond.errors import MillpondError as MillpondError
+    from millpond.errors import NotPicklableError as NotPicklableError
+    from millpond.errors import NumericsError as NumericsError
+    from millpond.errors import OptionError as OptionError
+    from millpond.errors import PoolFullError as PoolFullError
+    from millpond.errors import UnsupportedModelError as UnsupportedModelError
+    from millpond.errors import WouldForgetError as WouldForgetError
+    from millpond.hf.ask import TextAnswer as TextAnswer
+    from millpond.hf.ask import ask as ask
+    from millpond.hf.cache import MillpondCache as MillpondCache
+    from millpond.hf.compress import compress as compress
+    from millpond.hf.document import restore_document as restore_document
+    from millpond.hf.document import save_document as save_document
+    from millpond.hf.stats import CacheStats as CacheStats
+    from millpond.methods import list_methods as list_methods
+    from millpond.models.load import load_model as load_model
+    from millpond.models.load import load_tokenizer as load_tokenizer
+    from millpond.policy.policy import Policy as Policy
+    from millpond.presets import preset as preset
+    from millpond.prompt_marks import PromptMarks as PromptMarks
+    from millpond_lab.fit import fit as fit
 
 __version__ = "0.1.0"
 
@@ -91,44 +93,7 @@ _HOME = {
 #: Of these, what the package millpond-lab defines.
 _IN_LAB = {"fit"}
 
-__all__ = [  # noqa: RUF022 (plainly sorted)
-    "AsyncLLM",
-    "Budget",
-    "BudgetError",
-    "CacheMismatchError",
-    "CacheOptions",
-    "CacheStats",
-    "Chunk",
-    "ChunkStore",
-    "DataError",
-    "EngineConfig",
-    "LLM",
-    "MillpondCache",
-    "MillpondError",
-    "NotPicklableError",
-    "NumericsError",
-    "OptionError",
-    "Plan",
-    "Policy",
-    "PoolFullError",
-    "Prompt",
-    "PromptMarks",
-    "SamplingParams",
-    "TextAnswer",
-    "UnsupportedModelError",
-    "WouldForgetError",
-    "ask",
-    "compress",
-    "fit",
-    "list_codecs",
-    "list_methods",
-    "load_model",
-    "load_tokenizer",
-    "plan",
-    "preset",
-    "restore_document",
-    "save_document",
-]
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

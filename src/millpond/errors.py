@@ -54,7 +54,10 @@ class NotPicklableError(MillpondError, TypeError):
 
 
 class PoolFullError(MillpondError, MemoryError):
-    """The page pool reached its hard limit. Nothing was lost: what is cached stays readable."""
+    """The page pool reached its hard limit. Nothing was lost: what is cached stays readable.
+
+    A request that could never fit is refused by `Engine.add` with BudgetError; one that does not fit now waits.
+    """
 
 
 class NumericsError(MillpondError, ArithmeticError):

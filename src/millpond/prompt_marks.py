@@ -33,7 +33,9 @@ _BEHIND = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptMarks:
-    """Spans of one prompt with a treatment of their own, in tokens: [begin, end), in any order.
+    """Spans of one prompt with a treatment of their own.
+
+    They are in tokens, [begin, end), in any order.
 
     Attributes:
         keep: spans that every head of every layer keeps, whatever the method; they count in the budget. At most 64
@@ -80,7 +82,9 @@ class PromptMarks:
         return any((self.keep, self.shares, self.forget, self.report, self.breakpoints))
 
     def in_prompt(self, n_tokens: int) -> None:
-        """Check that all marks lie in a prompt of `n_tokens`, and what is to be forgotten before its last token.
+        """Check that all marks are in a prompt of `n_tokens`.
+
+        Spans to forget must end before its last token.
 
         Raises:
             OptionError: one does not; the message names it.
@@ -379,7 +383,9 @@ def covers(spans: Sequence[Span], others: Sequence[Span]) -> bool:
 
 
 def disjoint(shares: Sequence[SpanShare]) -> tuple[SpanShare, ...]:
-    """Spans with shares ascending; a position of two spans is of the first, and empty spans are left out.
+    """Return spans with shares, ascending and disjoint.
+
+    A position of two spans belongs to the first, and empty spans are left out.
 
     Example:
         >>> disjoint([(2, 6, 0.5), (0, 3, 0.25), (4, 4, 1.0)])

@@ -138,7 +138,7 @@ def settings_of(kind: type) -> Mapping[str, Setting]:
 
 
 def check_settings(owner: Any) -> None:
-    """Check every setting of a new dataclass, and store numbers and parsed texts in its fields.
+    """Check every setting of a new dataclass; store numbers and parsed texts in its fields.
 
     A value of None is not checked where it is the default.
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save
 
 from millpond.cache.chunks import files
 from millpond.cache.chunks.files import list_files
@@ -106,6 +108,25 @@ def test_a_file_of_another_chunk_or_dtype_is_foreign(tmp_path: Path) -> None:
     half.bind(replace(SHAPE, dtype=torch.float16))
     assert taken(half, variant(1).facts.chunk) == []
     assert half.stats().foreign == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"n_tokens": "2"}, {"n_tokens": 2.0}, {"before": "a"}, {"received": [None]}, {"impact": []}, {"other": 1}],
+    ids=str,
+)
+def test_sealed_facts_of_another_form_are_foreign(tmp_path: Path, change: dict[str, Any]) -> None:
+    store = opened(tmp_path)
+    store.put(variant())
+    path = file_of(tmp_path)
+    with safe_open(path, "pt") as file:
+        about = json.loads(file.metadata()["about"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dictionary)
+    about["facts"] |= change
+    text = json.dumps(about)
+    path.write_bytes(save(tensors, {"about": text, "seal": files._seal(text)}))
+    assert taken(store, variant().facts.chunk) == []
+    assert store.stats().foreign == 1
 
 
 def test_a_file_that_is_no_chunk_is_torn(tmp_path: Path) -> None:

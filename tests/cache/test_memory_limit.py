@@ -19,7 +19,7 @@ from millpond.errors import PoolFullError
 
 def two(limit: int | None) -> tuple[MemoryLimit, PagePool, PagePool]:
     memory_limit = MemoryLimit(limit)
-    wide, narrow = (PagePool(n, n, torch.float32, "cpu", slots=4, account=memory_limit) for n in (8, 4))
+    wide, narrow = (PagePool(n, n, torch.float32, "cpu", slots=4, memory_limit=memory_limit) for n in (8, 4))
     return memory_limit, wide, narrow
 
 

@@ -32,7 +32,7 @@ class Bench:
 
     def __init__(self, folder: Path, limit: int | None = None) -> None:
         self.memory_limit = MemoryLimit(limit)
-        self.pool = PagePool(DIM, DIM, torch.float32, slots=SLOTS, account=self.memory_limit)
+        self.pool = PagePool(DIM, DIM, torch.float32, slots=SLOTS, memory_limit=self.memory_limit)
         self.loader = Loader(ThreadBackend(2))
         slots = [Slot(aligned_buffer(1 << 16)) for _ in range(4)]
         self.transit = Transit(self.loader, slots[:2], slots[2:])

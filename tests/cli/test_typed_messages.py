@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from millpond.cli.typed_messages import typed
+from millpond.cli.chat import typed
 from tests.helpers.cli.terminal import Terminal
 from tests.helpers.server.fake_openai import FakeServer
 
 #: Writes each message as JSON on a line of its own.
 SAYS = """
 import json, sys
-from millpond.cli.typed_messages import typed
+from millpond.cli.chat import typed
 for message in typed():
     sys.stdout.write("\\nGOT " + json.dumps(message) + " END\\n")
     sys.stdout.flush()

@@ -60,7 +60,7 @@ def test_a_lost_request_goes_on_from_its_copy(layout: dict[str, int], victim: in
         resumed = [request for worker in local.made for request in worker.resumed]
         assert len(resumed) == figures.resumed
         assert all(request.known and request.known[0] for request in resumed)
-        again = {request.request_id for worker in local.made for request in worker.started}
+        again = {request.request_id for worker in local.made for request in worker.sent}
         assert not again & {request.request_id for request in resumed}, "what has a copy is not read again"
         local.settle()
         assert dispatcher.checkpoints.size == 0
@@ -122,7 +122,7 @@ def test_a_full_worker_is_tried_again_and_one_that_refuses_reads_the_prompt() ->
             lose(local, dies)
             assert answers(finished(ends)) == expected()[:1]
             local.figure("resumed", resumed)
-            assert sum(len(worker.started) for worker in local.made[1:]) == 1 - resumed
+            assert sum(len(worker.sent) for worker in local.made[1:]) == 1 - resumed
             local.settle()
             assert local.cluster.dispatcher.checkpoints.size == 0
 

@@ -57,8 +57,8 @@ def test_generate_passes_spans_and_pressure_on() -> None:
         marks = PromptMarks(keep=((2, 6),), forget=((10, 20), (30, 33)), breakpoints=(8,))
         (output,) = local.llm.generate([PROMPTS[1]], params(), marks=marks)
         assert output.error is None
-        (started,) = local.made[0].started
-        assert started.marks == marks
+        (sent,) = local.made[0].sent
+        assert sent.marks == marks
         kv = output.completions[0].kv
         assert kv is not None
         assert kv.forgotten_tokens == 13
@@ -106,7 +106,7 @@ def test_the_outputs_of_one_engine(layout: dict[str, int], method: str) -> None:
             assert local.llm.figures().moved_bytes > 0
             assert sorted(local.made[1].taken) == [f"{index}#0" for index in range(len(PROMPTS))]
         else:
-            assert all(worker.started for worker in local.made), "both have something to do"
+            assert all(worker.sent for worker in local.made), "both have something to do"
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_worker_that_dies_costs_no_token(layout: dict[str, int], victim: int) 
         assert figures.deaths == 1
         assert figures.replayed >= 1
         assert sorted(worker.role for worker in local.llm.workers()) == sorted(ClusterSettings(**layout).roles)
-        again = [request for worker in local.made for request in worker.started if request.known]
+        again = [request for worker in local.made for request in worker.sent if request.known]
         assert again, "tokens that were sent are fed and not drawn"
         assert all(request.request_id.endswith("#1") for request in again), "late news of the lost worker is not theirs"
         local.settle()
@@ -151,7 +151,7 @@ def test_a_chunk_store_is_refused_before_anything_starts(tmp_path: Path) -> None
 
 def test_a_prompt_that_ends_its_workers_ends_alone() -> None:
     def watch(worker: LocalWorker, report: WorkerReport) -> None:
-        if any(request.prompt == PROMPTS[2] for request in worker.started):
+        if any(request.prompt == PROMPTS[2] for request in worker.sent):
             worker.die()
 
     with LocalCluster(watch, replicas=1, max_replays=1) as local:
@@ -274,7 +274,7 @@ def test_moves_that_are_not_taken_in_time_are_no_losses() -> None:
         assert answers(local.llm.generate(PROMPTS[:1], params())) == expected()[:1]
         figures = local.llm.figures()
         assert (figures.replayed, figures.moved, figures.deaths) == (2, 0, 0)
-        assert [one.request_id for one in reads.started] == ["0#0", "0#1", "0#2"]
+        assert [one.request_id for one in reads.sent] == ["0#0", "0#1", "0#2"]
         for worker in others:
             local.cluster.loop.call(worker.answer_now).result()
         local.settle()

@@ -13,8 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from millpond.cluster.local_process import LocalProcess
-from millpond.cluster.ray_worker import RayWorker
+from millpond.cluster.ray_worker import LocalProcess, RayWorker
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this system has no handles of processes")
 

@@ -51,7 +51,7 @@ def test_a_prompt_that_ends_its_workers_takes_no_other_along(layout: dict[str, i
     """It does so before any request has a token, so all that are with it are lost as often as it is."""
 
     def watch(worker: LocalWorker, report: WorkerReport) -> None:
-        if any(request.prompt == PROMPTS[POISON] for request in worker.started):
+        if any(request.prompt == PROMPTS[POISON] for request in worker.sent):
             worker.die()
 
     with LocalCluster(watch, max_replays=max_replays, **layout) as local:
@@ -140,7 +140,7 @@ def test_a_worker_whose_reports_fail_is_replaced(monkeypatch: pytest.MonkeyPatch
     report, failed = LocalWorker.report, list[str]()
 
     async def broken(self: LocalWorker, wanted: frozenset[str]) -> WorkerReport:
-        if self.started and not failed:
+        if self.sent and not failed:
             failed.append(self.name)
             raise RuntimeError("a message that cannot be read")
         return await report(self, wanted)
@@ -229,7 +229,7 @@ def test_a_request_that_is_cancelled_on_its_way_into_the_engine_never_runs(sent:
 
         async def submit_and_cancel() -> None:
             dispatcher.submit(request, outputs.append)
-            while sent and not local.made[0].started:
+            while sent and not local.made[0].sent:
                 await asyncio.sleep(0)
             dispatcher.cancel("x")
 
@@ -237,7 +237,7 @@ def test_a_request_that_is_cancelled_on_its_way_into_the_engine_never_runs(sent:
         assert [output.completions[0].finish_reason for output in outputs] == ["cancelled"]
         local.wait_until(lambda: not dispatcher._start_batcher._waiting)
         local.settle()
-        assert bool(local.made[0].started) is sent
+        assert bool(local.made[0].sent) is sent
         stats = local.made[0].engine._llm.stats()
         assert (stats.prompt_tokens, stats.generated_tokens) == (0, 0)
 

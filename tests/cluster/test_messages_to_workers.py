@@ -94,7 +94,7 @@ def test_requests_that_come_until_a_message_is_answered_are_in_the_next_one(monk
         loop.call(gate.set).result()
         local.wait_until(lambda: len(ends) == 4)
         assert worker.messages == [1, 2]
-        assert [one.request_id for one in worker.started] == ["0#0", "1#0", "3#0"]
+        assert [one.request_id for one in worker.sent] == ["0#0", "1#0", "3#0"]
         assert {end.request_id: end.completions[0].finish_reason for end in ends}["2"] == "cancelled"
         local.settle()
         assert not dispatcher._start_batcher._waiting

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from millpond.cluster.router import Load, PrefixLedger, choose
-from millpond.cluster.settings import Role
 from millpond.engine.chunks.prompt import Prompt
+from millpond.engine.cluster_figures import Role
 from millpond.engine.request import CacheOptions, Request
 from tests.helpers.cluster.local import LocalCluster
 from tests.helpers.cluster.routing import BLOCK, SimulatedWorkers
@@ -109,10 +109,10 @@ def test_requests_go_where_their_beginning_was_read() -> None:
     with LocalCluster(replicas=2, engine=engine, slots=16) as local:
         local.wait_until(lambda: all(one.stats is not None for one in local.cluster.dispatcher.workers()))
         local.llm.generate(texts, params)
-        first = {request.prompt: worker.name for worker in local.made for request in worker.started}
+        first = {request.prompt: worker.name for worker in local.made for request in worker.sent}
         again = [text + numbers(generator, 20) for text in texts]
         outputs = local.llm.generate(again, params)
-        second = {request.prompt: worker.name for worker in local.made for request in worker.started}
+        second = {request.prompt: worker.name for worker in local.made for request in worker.sent}
         assert [second[text] for text in again] == [first[text] for text in texts]
         assert len(set(first.values())) == 2
         assert all(one.completions[0].kv is not None for one in outputs)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from millpond.codec import codec_named, list_codecs, resolve
@@ -82,3 +85,10 @@ def test_the_list_names_what_a_cache_can_use() -> None:
         assert resolve(name) == codec_named(name)
     with pytest.raises(OptionError, match=r"unknown codec 'kvi2'; did you mean 'kivi2'\?"):
         resolve("kvi2")
+
+
+def test_the_table_of_number_formats_has_each_of_them() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "codecs.md").read_text(encoding="utf-8")
+    table = page.partition("| codec | bits |")[2].partition("\n\n")[0]
+    named = {name for row in table.splitlines()[1:] for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
+    assert named == set(list_codecs())

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from millpond.cache.entries import quantize
+from millpond.cache.entries import quantize, read_write
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.codec import list_codecs, resolve
 from millpond.codec.channels import channel_scores, kept_channels, query_balance
 from millpond.codec.spec import Codec
-from millpond.errors import OptionError
+from millpond.errors import OptionError, PoolFullError
 from tests.helpers.codec.layers import DIM, HEADS, KV, SHAPE, check, codes, decode, feed, make, parts, positions, tokens
 
 CODECS = [name for name in list_codecs() if isinstance(resolve(name), Codec)]
@@ -211,6 +212,40 @@ def test_heads_of_their_own_length_hold_pages_of_their_own() -> None:
     assert lengths.max() - lengths.min() > 64
     assert [len(quantized.held_by(row)) for row in range(KV)] == [int(n) // 32 for n in lengths]
     assert quantized.pool.n_live == sum(int(n) // 32 for n in lengths)
+
+
+@pytest.mark.parametrize("codec", ["int4", "int8:40,int4"])
+def test_where_plain_entries_find_no_room_nothing_becomes_codes(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, qkv = make(codec), tokens(430)
+    feed(cache, qkv, 0, 300)
+    table = cache.table
+    assert table is not None
+    assert table.quantized is not None
+    before = positions(cache), [(part.lens.tolist(), part.pool.n_live) for part in table.packed_parts]
+    assert sum(sum(lens) for lens, _ in before[1]) > 0
+    monkeypatch.setattr(quantize, "write_fresh_pages", Mock(side_effect=PoolFullError("full")))
+    with pytest.raises(PoolFullError):
+        feed(cache, qkv, 300, 430)
+    assert (positions(cache), [(part.lens.tolist(), part.pool.n_live) for part in table.packed_parts]) == before
+
+
+@pytest.mark.parametrize("codec", ["int4", "kivi2", "fp8", "int8:40,int4"])
+def test_the_first_codes_of_a_short_head_lie_beside_older_ones_of_another(codec: str) -> None:
+    """They take slots that another head had in use before: what leaves there is not these."""
+    cache, qkv = make(codec), tokens(600)
+    feed(cache, qkv, 0, 300)
+    table, quantized = cache.table, None if cache.table is None else cache.table.quantized
+    assert table is not None
+    assert quantized is not None
+    entries = read_write.read(table, 0)
+    keep = entries.positions >= 0
+    keep[1] &= entries.positions[1] >= 290  # its codes all leave
+    read_write.replace(table, 0, entries, keep)
+    widths = [quantized.positions(slice(row, row + 1)).ge(0).sum().item() for row in range(KV)]
+    assert widths[0] > widths[1] == 0
+    feed(cache, qkv, 300, 600)
+    assert quantized.positions(slice(1, 2)).ge(0).any()
+    assert [sorted(head) for head in positions(cache)] == [[*range(600)], [*range(290, 600)]]
 
 
 @pytest.mark.parametrize("codec", ["int4", "kivi2", "fp8"])

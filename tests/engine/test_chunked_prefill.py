@@ -79,11 +79,7 @@ def test_a_prompt_runs_where_the_memory_holds_budget_and_chunk() -> None:
     whole, chunked = (engine("locret", options) for options in ({}, CHUNKS))
     needs = [
         estimate(
-            e._parts.decode_groups.group(e._parts.decode_groups.complete(CacheOptions())).cache_factory,
-            e._model.layers,
-            150,
-            NEW,
-            1,
+            e._parts.decode_groups.group(e._parts.decode_groups.complete(CacheOptions())).cache_factory, 150, NEW, 1
         )
         for e in (whole, chunked)
     ]
@@ -123,7 +119,7 @@ def test_four_times_the_requests_are_in_flight_in_the_memory_of_one_prompt() -> 
 
     one = made_for("once")
     cache_factory = one._parts.decode_groups.group(one._parts.decode_groups.complete(CacheOptions())).cache_factory
-    limit = estimate(cache_factory, one._model.layers, length, new, 1).peak(1)
+    limit = estimate(cache_factory, length, new, 1).peak(1)
     one.close()
     most = {}
     for prefill in ("once", "chunks"):

@@ -74,6 +74,19 @@ def test_families(family: str, graphs: list[DecodeGraph]) -> None:
     assert answers(launching(engine_for(family=family)), new=20) == found
 
 
+@pytest.mark.slow  # in the interpreter; on a GPU benchmarks/gpu/run_all.py
+@pytest.mark.parametrize("family", ["llama", "qwen3", "opt", "gpt_neox"])
+def test_the_kernels_of_a_gpu(family: str, graphs: list[DecodeGraph], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed (pip install 'millpond[gpu]')")
+    if torch.cuda.is_available():
+        pytest.skip("Triton interprets nothing where there is a GPU")
+    monkeypatch.setenv("MILLPOND_KERNELS", "gpu")
+    found = answers(engine_for("h2o", family=family), new=8)
+    assert graphs[-1].replayed > 4
+    monkeypatch.setenv("MILLPOND_KERNELS", "reference")
+    assert answers(engine_for("h2o", family=family), new=8) == found
+
+
 def test_new_pages_do_not_make_another_graph(graphs: list[DecodeGraph]) -> None:
     answers(engine_for("full"), 40, new=60)  # pages of 4 tokens: 15 times one is added
     assert graphs[-1].recorded == 2  # when the tables were full, once more

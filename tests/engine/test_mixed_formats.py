@@ -87,7 +87,7 @@ def need(method: str, codec: str | None, n_tokens: int, new: int = NEW, n: int =
         warnings.simplefilter("ignore", category=UserWarning)
         engine = Engine(model(), method="full", page_slots=16)
         group = engine._parts.decode_groups.group(options(method, codec))
-        found = estimate(group.cache_factory, engine._model.layers, n_tokens, new, n).peak(n)
+        found = estimate(group.cache_factory, n_tokens, new, n).peak(n)
     engine.close()
     return found
 

@@ -43,7 +43,7 @@ def bytes_of(n_tokens: int, codec: str | None = None, new: int = 2) -> int:
     """What a prompt of so many tokens and its answer hold at most."""
     engine = Engine(shared_model("llama") if codec is None else wide_model(), method="full", page_slots=SLOTS)
     cache_factory = engine._parts.decode_groups.group(CacheOptions(codec=codec)).cache_factory
-    need = estimate(cache_factory, engine._model.layers, n_tokens, new, 1).peak(1)
+    need = estimate(cache_factory, n_tokens, new, 1).peak(1)
     engine.close()
     return need
 

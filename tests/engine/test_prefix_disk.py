@@ -76,7 +76,7 @@ def of_prefixes(engine: Engine) -> Any:
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    monkeypatch.setattr("millpond.engine.prefix_store.BlockStore", _faulty_store)
+    monkeypatch.setattr("millpond.engine.components.BlockStore", _faulty_store)
     FaultyScratch.full = None
     made = engine_for("full", prefix_cache=True, prefix_disk="4MiB", prefix_folder=tmp_path, kv_memory=MEMORY)
     yield made

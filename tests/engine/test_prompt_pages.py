@@ -111,14 +111,14 @@ def test_what_is_held_is_never_more_than_was_counted(method: str, codec: str, mo
 
     def watched(self: RefCountedPool[Any], n: int) -> np.ndarray:
         ids = allocate(self, n)
-        assert isinstance(self.account, MemoryLimit)
-        held.append(self.account.live_bytes)
+        assert isinstance(self.memory_limit, MemoryLimit)
+        held.append(self.memory_limit.live_bytes)
         return ids
 
     monkeypatch.setattr(RefCountedPool, "allocate", watched)
     engine = engine_for(method, codec, max_step_tokens=64)
     cache_factory = engine._parts.decode_groups.group(engine.cache).cache_factory
-    need = estimate(cache_factory, engine._model.layers, LENGTH, NEW, 1)
+    need = estimate(cache_factory, LENGTH, NEW, 1)
     answered(engine)
     assert 0.4 * need.prefill < max(held) <= need.peak(1)
 
@@ -190,3 +190,29 @@ def test_a_limit_holds_while_several_prompts_are_read() -> None:
         done = finish(engine)
         engine.close()
     assert all(len(one.completions[0].token_ids) == NEW for one in done.values())
+
+
+@pytest.mark.parametrize(("method", "codec"), [("full", "bf16"), ("h2o", "int4"), ("snapkv", "bf16:20,kivi4:50,kivi2")])
+def test_each_layer_holds_what_its_demand_says(method: str, codec: str) -> None:
+    engine = engine_for(method, codec, max_step_tokens=64)
+    cache_factory = engine._parts.decode_groups.group(engine.cache).cache_factory
+    demands = cache_factory.demands(LENGTH, NEW)
+    engine.add(Request(request_id="it", prompt=drawn(), params=mp.SamplingParams(max_tokens=NEW, temperature=0)))
+    n_read = 0
+    while not engine._requests["it"].completions[0].tokens:
+        engine.step()
+        cache = engine._requests["it"].private_cache
+        for layer_cache, demand in zip(() if cache is None else cache.layers, demands, strict=False):
+            if (table := layer_cache.table) is not None:
+                n_read = max(n_read, int(table.lengths().max()))
+                assert n_read <= demand.prompt_entries
+                assert len(table.held()) <= demand.prompt_pages[table.pool]
+    assert n_read > LENGTH // 2
+    tables = [layer_cache.table for layer_cache in engine._requests["it"].group.batch_cache.layers]
+    for table, demand in zip(tables, demands, strict=True):
+        assert demand.kept_entries <= table.entries().mean() <= demand.kept_entries + 1
+        kept, most = demand.kept_pages, demand.decode_pages
+        for held in (table, *table.packed_parts):
+            assert len(held.held()) <= kept[held.pool] <= most[held.pool]
+            assert kept[held.pool] <= 2 * (len(held.held()) + 2 * table.n_kv_heads)  # half of the codes may be dead
+    engine.close()

@@ -76,7 +76,7 @@ def alone(request: Request, method: str = "h2o", of: PreTrainedModel | None = No
 @pytest.mark.filterwarnings("ignore")
 def test_h2o_goes_on_as_generate_closes_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     """`GapClosing`, which is tested against its definition, gives stored keys the same places at the same moments."""
-    monkeypatch.setattr(gap_closing, "LEAST", 1)
+    monkeypatch.setattr(gap_closing, "MIN_CLOSING_DISTANCE", 1)
     request = asked("one", 50, 500)
     with mp.compress(model(), "h2o", BUDGET, positions="cache_relative") as cache:
         ids = torch.tensor([request.prompt])

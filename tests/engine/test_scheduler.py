@@ -1,4 +1,4 @@
-"""The scheduler and the pool's account as a state machine, without a model."""
+"""The scheduler and the pool's memory limit as a state machine, without a model."""
 
 from __future__ import annotations
 

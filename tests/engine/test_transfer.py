@@ -87,7 +87,7 @@ def test_every_method_continues_elsewhere(pair: tuple[Engine, Engine], method: s
 def test_closed_gaps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a text is longer than the model's positions, entries have places inside the cache."""
     monkeypatch.setattr(sequence_state, "GapClosing", lambda rotary, _: GapClosing(rotary, 100))
-    monkeypatch.setattr(gap_closing, "LEAST", 8)
+    monkeypatch.setattr(gap_closing, "MIN_CLOSING_DISTANCE", 8)
     first, second = engine_for("h2o"), engine_for("h2o", page_slots=8)
     cache = CacheOptions(method="h2o", options={"positions": "cache_relative"}, budget=24)
     asked = replace(request("long", max_tokens=40), cache=cache)

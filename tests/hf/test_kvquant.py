@@ -158,7 +158,7 @@ def test_tables_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = text(1, LENGTH)
     rows = []
     for first in (1024, 32):
-        monkeypatch.setattr(rope_tables, "FIRST", first)
+        monkeypatch.setattr(rope_tables, "INITIAL_POSITIONS", first)
         with torch.no_grad(), compressed("llama") as cache:
             rows.append(torch.stack([model("llama")(ids[:, i : i + 1], cache=cache).logits for i in range(LENGTH)]))
     torch.testing.assert_close(rows[0], rows[1])

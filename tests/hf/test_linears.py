@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not native.is_available(), reason="installed wit
 
 @pytest.fixture(autouse=True)
 def every_size(monkeypatch):
-    monkeypatch.setattr("millpond.hf.native_layers.linears.LEAST_BYTES", 0)
+    monkeypatch.setattr("millpond.hf.native_layers.linears.MIN_BYTES", 0)
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_many_rows_go_to_torch(native_calls):
 
 
 def test_small_weights_stay_with_torch(monkeypatch):
-    monkeypatch.setattr("millpond.hf.native_layers.linears.LEAST_BYTES", 4 * 64 * 64)
+    monkeypatch.setattr("millpond.hf.native_layers.linears.MIN_BYTES", 4 * 64 * 64)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 63))
     undo = use_native_linears(model)
     assert switched(model) == [model[0]]

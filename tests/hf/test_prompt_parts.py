@@ -26,7 +26,7 @@ WHOLE = ("infllm", "minference")
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of 67 tokens, from 100 on, whatever pays."""
     monkeypatch.setattr(prompt_parts, "PART", 67)
-    monkeypatch.setattr(prompt_parts, "WHOLE", 100)
+    monkeypatch.setattr(prompt_parts, "UNCUT", 100)
     monkeypatch.setattr(prompt_parts, "_pays", lambda *_: True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,18 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(DataError, match="is no trace"):
         read_trace(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    "change", [{"tokens": [1]}, {"n_prompt": "4"}, {"kv_bytes": [None]}, {"heads": [[{"first": ["x"]}]]}, {"other": 1}]
+)
+def test_a_trace_with_values_of_other_types_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    trace, _ = traced()
+    path = tmp_path / "a.trace.json"
+    trace.write(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(DataError, match="is no trace"):
+        read_trace(path)
 
 
 def test_what_was_not_traced_is_refused() -> None:

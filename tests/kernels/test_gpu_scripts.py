@@ -26,7 +26,8 @@ def run(script: str, *options: str) -> str:
 @pytest.mark.slow
 def test_every_kernel_compiles_for_a_gpu() -> None:
     shown = run("gpu_compile.py", "--tiny")
-    for kernel in ("attend", "attend_packed", "combine", "score", "settle", "forward", "column_sums", "_write"):
+    kernels = ("attend", "attend_packed", "clear", "combine", "score", "settle", "forward", "column_sums", "_write")
+    for kernel in (*kernels, "normalize_rows", "rotate_heads", "gate_rows"):
         assert f" {kernel} " in shown
 
 

@@ -21,8 +21,11 @@ from tests.helpers.kernels.packed_make import PackedCall, PackedCase, rope_for, 
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install 'millpond[gpu]')")
 
+import triton.language as tl
+
 from millpond.kernels import gpu
 from millpond.kernels.gpu.common import INTERPRET
+from millpond.kernels.gpu.packed_words import word_shapes, words_serve
 from tests.helpers.examples import examples
 
 if not INTERPRET:
@@ -168,6 +171,32 @@ def test_a_packed_victim_leaves_a_tombstone_and_the_new_entry_is_appended() -> N
 def test_keys_less_the_mean_of_their_page(format: Format) -> None:
     case = one(format)
     case.key, case.shift = replace(side(format, False, 32), less_mean=True), 20.0
+    assert_same(case)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rows"),
+    [
+        (side(Format.INT4, False, 32), side(Format.INT4, False, 16, True), 16),
+        (side(Format.INT8, False, 0, True), side(Format.INT2, False, 16), 16),
+        (side(Format.INT4, True, 32, True), side(Format.FP8), 16),
+        (side(Format.INT2, True, 64), side(Format.INT8), 16),
+        (side(Format.INT3), side(Format.INT3, False, 16), 16),
+        (side(Format.INT4, n_extra=3), side(Format.INT4), 0),
+        (side(Format.INT4), side(Format.NUQ4), 0),
+        (side(Format.INT4, True, fixed=True), side(Format.INT4), 0),
+        (side(Format.INT4), side(Format.ROWS), 0),
+    ],
+)
+def test_groups_of_codes_that_are_read_as_words(key: Side, value: Side, rows: int) -> None:
+    """Several groups of channels, pages that are not full, and what is read code by code (0 rows)."""
+    case = PackedCase(Case([5], 1, 1, 3, 64, 48, 16, window=90), [128], key, value, 64)
+    packed = case.build().packed
+    assert words_serve(packed, 3, tl.bfloat16) == (rows > 0)
+    if rows:
+        assert word_shapes(packed.pages.layout, 3, 256)["ROWS_BLOCK"] == rows
+    if case.build().layout.grain == 1:
+        case.lens = [101]
     assert_same(case)
 
 

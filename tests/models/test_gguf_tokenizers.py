@@ -20,8 +20,7 @@ from millpond.errors import DataError, OptionError
 from millpond.models.downloads import find_download
 from millpond.models.gguf import convert
 from millpond.models.gguf.converted import NOTE
-from millpond.models.gguf.pre_tokenizers import PRE_TOKENIZERS
-from millpond.models.gguf.tokenizer import UnnamedSplitWarning, gguf_tokenizer
+from millpond.models.gguf.tokenizer import PRE_TOKENIZERS, UnnamedSplitWarning, gguf_tokenizer
 from millpond.models.load import load_tokenizer
 
 TEXT = "then the rain, \u00fcber them"

@@ -22,9 +22,8 @@ import millpond as mp
 from millpond.errors import DataError, OptionError
 from millpond.models.load import find_tokenizer, load_model, load_tokenizer, resolve
 from millpond.models.untrusted import render
-from millpond.models.untrusted.config import check_config
+from millpond.models.untrusted.config import check_config, check_templates
 from millpond.models.untrusted.render import write_chat
-from millpond.models.untrusted.template import check_templates
 from millpond.models.weights.skeleton import Skeleton
 from server.test_chat import chat, templated
 from server.test_tool_templates import TEMPLATES

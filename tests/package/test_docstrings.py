@@ -17,9 +17,8 @@ SOURCES = Path(__file__).parents[2] / "src" / "millpond"
 PACKAGES = (
     *("tiers", "codec", "policy", "models", "kernels", "runner", "inspector", "cluster", "cli", "server", "engine"),
     *("budget", "cpu_limit", "install_command", "option_files", "option_ranges", "optional", "presets", "registry"),
-    *("scalar", "typed_json"),
-    *("cache/attention", "cache/entries", "cache/layer", "cache/planning", "cache/tiered", "cache/prefix_tree"),
-    *("cache/batch_cache", "cache/selective", "cache/serialization", "cache/swap", "cache/types"),
+    *("scalar", "typed_json", "setting", "prompt_marks", "errors", "plugins"),
+    *("cache", "hf", "methods"),
 )
 #: First words that do not name the subject.
 RIDDLES = ("What", "Who", "Whose", "One that", "Of", "Those", "It", "Nothing", "Such", "Once", "Raises:", "Args:")

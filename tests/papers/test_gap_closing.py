@@ -67,7 +67,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, budget: int, reach: int, last: int =
 def test_equals_unrotated_keys_that_move_when_gaps_close(
     budget: int, reach: int, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gap_closing, "LEAST", least)
+    monkeypatch.setattr(gap_closing, "MIN_CLOSING_DISTANCE", least)
     q, k, v = text(100)
     expected, closings = reference(q, k, v, budget, reach, least)
     assert (len(closings) > 2) == (reach < 100)
@@ -75,7 +75,7 @@ def test_equals_unrotated_keys_that_move_when_gaps_close(
 
 
 def test_a_later_pass_of_many_tokens_meets_closed_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gap_closing, "LEAST", 4)
+    monkeypatch.setattr(gap_closing, "MIN_CLOSING_DISTANCE", 4)
     q, k, v = text(100)
     _, closings = reference(q, k, v, 8, 24, 4)
     q, k, v = (t[:, :, : closings[-1] + 6] for t in (q, k, v))

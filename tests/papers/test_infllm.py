@@ -13,7 +13,7 @@ from torch import Tensor
 import millpond as mp
 from millpond.cache.selective import BlockRetrieval
 from millpond.errors import BudgetError, CacheMismatchError, OptionError, UnsupportedModelError
-from millpond.kernels.args import AttentionShape
+from millpond.kernels.args import AttentionShape, PrefillArgs
 from millpond.methods import METHODS
 from millpond.methods.infllm import AlwaysAttended, BlockRetrievalPolicy
 from tests.helpers.hf.families import shared_model, text
@@ -40,7 +40,7 @@ def test_by_hand() -> None:
     def ask(t: int, query: float) -> float:
         q = torch.tensor([[[query]]], dtype=torch.float64)
         at = torch.tensor([t], dtype=torch.int32)
-        return float(recall.attend(0, q, keys[:, : t + 1], values[:, : t + 1], at, 8, shape, None)[0])
+        return float(recall.attend(0, PrefillArgs(q, keys[:, : t + 1], values[:, : t + 1], at, shape), 8, None)[0])
 
     for t in range(8):  # the first eight tokens fit into the budget: everything is attended to, evenly
         assert ask(t, 0.0) == pytest.approx((10.0 ** (t + 1) - 1) / 9 / (t + 1))
@@ -56,7 +56,7 @@ def test_by_hand() -> None:
         seen = [0, *found, 5, 6, 7, 8, 9]
         weights = torch.tensor([float(keys[0, j]) * sign for j in seen]).double().softmax(0)
         q = torch.tensor([[[sign]]], dtype=torch.float64)
-        out, lse = copy.attend(0, q, keys, values, torch.tensor([9], dtype=torch.int32), 8, shape, None)
+        out, lse = copy.attend(0, PrefillArgs(q, keys, values, torch.tensor([9], dtype=torch.int32), shape), 8, None)
         assert float(out) == pytest.approx(sum(float(w) * 10.0**j for w, j in zip(weights, seen, strict=True)))
         assert float(lse) == pytest.approx(
             float(torch.tensor([float(keys[0, j]) * sign for j in seen]).double().logsumexp(0)), abs=1e-6

@@ -17,7 +17,7 @@ import millpond as mp
 from millpond.cache.selective import SparsePrefill
 from millpond.errors import BudgetError, CacheMismatchError, OptionError
 from millpond.hf.offline import find_patterns
-from millpond.kernels.args import AttentionShape
+from millpond.kernels.args import AttentionShape, PrefillArgs
 from millpond.methods import METHODS
 from millpond.methods.minference import AShape, BlockSparse, SparsePrefillPolicy, VerticalSlash
 from millpond.policy.needs import HeadPrompt, Pattern
@@ -99,7 +99,9 @@ def test_patterns_are_masks(pattern: Pattern, n_rows: int) -> None:
     for n in (200, 230):
         q, k, v, q_pos = random(min(n_rows, n), n)
         shape = AttentionShape(scale=0.4)
-        out, lse = SparsePrefill(SparsePrefillPolicy(pattern=pattern), 0).attend(0, q, k, v, q_pos, 0, shape, None)
+        out, lse = SparsePrefill(SparsePrefillPolicy(pattern=pattern), 0).attend(
+            0, PrefillArgs(q, k, v, q_pos, shape), 0, None
+        )
         for head in range(4):
             own = k[head // 2]
             seen = seen_by(pattern, q[head], own, 0.4)
@@ -115,8 +117,8 @@ def test_kernels_of_other_precision(pattern: Pattern, dtype: torch.dtype) -> Non
     """What the native kernels make of numbers that both precisions can hold."""
     q, k, v, q_pos = (t.bfloat16().double() if t.is_floating_point() else t for t in random(200, 230))
     shape, skip = AttentionShape(scale=0.4), SparsePrefill(SparsePrefillPolicy(pattern=pattern), 0)
-    expected, _ = skip.attend(0, q, k, v, q_pos, 0, shape, None)
-    found, _ = skip.attend(0, q.to(dtype), k.to(dtype), v.to(dtype), q_pos, 0, shape, None)
+    expected, _ = skip.attend(0, PrefillArgs(q, k, v, q_pos, shape), 0, None)
+    found, _ = skip.attend(0, PrefillArgs(q.to(dtype), k.to(dtype), v.to(dtype), q_pos, shape), 0, None)
     assert found.dtype is dtype
     error = (found.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert float(error.median()) < (1e-5 if dtype is torch.float32 else 1e-2)
@@ -127,7 +129,9 @@ def test_sink_logits_and_softcap(softcap: float) -> None:
     q, k, v, q_pos = random(100, 100)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
     shape = AttentionShape(scale=0.4, softcap=softcap, sink_logits=sinks)
-    out, _ = SparsePrefill(SparsePrefillPolicy(pattern=AShape(3, 20)), 0).attend(0, q, k, v, q_pos, 0, shape, None)
+    out, _ = SparsePrefill(SparsePrefillPolicy(pattern=AShape(3, 20)), 0).attend(
+        0, PrefillArgs(q, k, v, q_pos, shape), 0, None
+    )
     for head in range(4):
         logits = q[head] @ k[head // 2].T * 0.4
         logits = softcap * (logits / softcap).tanh() if softcap else logits
@@ -145,8 +149,8 @@ def test_what_is_left_out_is_never_touched(pattern: Pattern) -> None:
     assert int(unused.sum()) > 200
     shape = AttentionShape(scale=0.4)
     skip = SparsePrefill(SparsePrefillPolicy(pattern=pattern), 0)
-    expected, _ = skip.attend(0, q, k, v, q_pos, 0, shape, None)
-    out, _ = skip.attend(0, q, k, v.masked_fill(unused[..., None], math.nan), q_pos, 0, shape, None)
+    expected, _ = skip.attend(0, PrefillArgs(q, k, v, q_pos, shape), 0, None)
+    out, _ = skip.attend(0, PrefillArgs(q, k, v.masked_fill(unused[..., None], math.nan), q_pos, shape), 0, None)
     assert out.equal(expected)
 
 

@@ -16,11 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from millpond.server import app, body_parsing
+from millpond.server import app, body_parsing, tokenizer_worker
 from millpond.server.app import create_app
 from millpond.server.body_parsing import ParsedRoute, count_outside_strings
+from millpond.server.client_pacing import in_thread
+from millpond.server.messages import Message
 from millpond.server.routes import chat, completions, info, ui
+from millpond.server.schemas import ChatFields
 from millpond.server.settings import ServerSettings
+from millpond.server.text_reader import TextReader
 from server.test_refusals import send
 from tests.helpers.server.fake import FakeLLM
 from tests.helpers.server.hostile import BODIES, MOST_ITEMS
@@ -117,9 +121,9 @@ def numbers(value: Any) -> tuple[int, int, int]:
 
 def test_a_long_text_goes_to_another_thread_than_short_ones(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     service = server.server._service
-    monkeypatch.setattr(service.tokens, "_most", 2**20)
+    monkeypatch.setattr(service.tokens._short, "_max_length", 2**20)
     begun, goes_on = threading.Event(), threading.Event()
-    plain = service.tokens._tokenizer.encode
+    plain = service.tokens._short.tokenizer.encode
 
     class Slow:
         def encode(self, text: str, **options: Any) -> Any:
@@ -127,7 +131,8 @@ def test_a_long_text_goes_to_another_thread_than_short_ones(server: Live, monkey
             assert goes_on.wait(30)
             return plain("w5", **options)
 
-    monkeypatch.setitem(service.tokens._tokenizers, True, Slow())
+    long = TextReader(Slow(), service.tokens.shown, 2**20, is_short=False)
+    monkeypatch.setattr(service.tokens, "_long", long)
     with server.client() as client:
         thread = asyncio.run_coroutine_threadsafe(service.tokens.encode("w5 " * 2**15), server.loop)
         assert begun.wait(30)
@@ -135,6 +140,49 @@ def test_a_long_text_goes_to_another_thread_than_short_ones(server: Live, monkey
         assert not thread.done()
         goes_on.set()
         thread.result(30)
+
+
+def test_a_chat_enters_the_tokenizer_once_whatever_is_marked(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries: list[TextReader] = []
+
+    async def counted(executor: Any, work: Any, reader: TextReader) -> Any:
+        entries.append(reader)
+        return await in_thread(executor, work, reader)
+
+    monkeypatch.setattr(tokenizer_worker, "in_thread", counted)
+    kept = {"role": "user", "content": "w5 w6", "millpond": {"keep": True}}
+    forgotten = {"role": "user", "content": "w7 w8"}
+    body = {"messages": [kept, forgotten], "max_tokens": 1, "millpond": {"forget": ["message:1"], "forgotten": True}}
+    with server.client() as client:
+        response = client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    tokens = server.server._service.tokens
+    assert entries == [tokens._short]
+
+
+def test_a_chat_that_its_template_makes_long_is_read_with_long_texts(
+    server: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names of messages are as many characters as their texts: 6,000 short messages make a long text."""
+    tokens = server.server._service.tokens
+    for reader in (tokens._short, tokens._long):
+        if reader is not None:
+            monkeypatch.setattr(reader, "_max_length", 2**20)
+    monkeypatch.setattr(tokens, "_max_length", 2**20)
+    messages = [Message(role="user", content="w5")] * 6_000
+    readers: list[TextReader] = []
+    plain = TextReader.chat
+
+    def chat(reader: TextReader, *arguments: Any) -> Any:
+        readers.append(reader)
+        return plain(reader, *arguments)
+
+    monkeypatch.setattr(TextReader, "chat", chat)
+    coming = asyncio.run_coroutine_threadsafe(tokens.chat(messages, ChatFields()), server.loop)
+    text, ids = coming.result(60)
+    assert len(text) > 2**15 > 2 * len(messages)
+    assert ids == tuple(tokens._short.tokenizer.encode(text))
+    assert readers == [tokens._short, tokens._long]
 
 
 def test_a_model_instance_passes_a_route_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

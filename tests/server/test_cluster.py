@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from millpond.cluster.figures import DrainResult
+from millpond.engine.cluster_figures import DrainResult
 from millpond.errors import OptionError
 from millpond.server.openapi.info import ClusterWorkers, Health, WorkerDrained
 from millpond.server.settings import ServerSettings

@@ -10,8 +10,9 @@ import pytest
 
 import millpond as mp
 from millpond.server.errors import ApiError
+from millpond.server.message_spans import EnclosedMessages
 from millpond.server.messages import Message
-from millpond.server.prompt_marks import enclosed_forgets, thoughts_in
+from millpond.server.prompt_marks import forgotten_pieces, thoughts_in
 from tests.server.test_forgotten import ask
 
 STORY = "the quiet rain past the meadow and old stone on the river "
@@ -102,7 +103,8 @@ def test_thoughts_are_found_between_their_tags() -> None:
 
 def test_reasoning_that_a_template_leaves_out_is_no_error() -> None:
     said = [Message(role="assistant", content="rain", reasoning_content="so it is")]
-    (enclosed,) = enclosed_forgets(["thoughts"], said)
+    (pieces,) = forgotten_pieces(["thoughts"], said)
+    enclosed = EnclosedMessages(said, pieces)
     assert enclosed.spans("rain", "rain") == [(0, 0)]
     (message,) = enclosed.messages
     marked = f"<think>{message.reasoning_content}</think>{message.content}"
@@ -112,4 +114,4 @@ def test_reasoning_that_a_template_leaves_out_is_no_error() -> None:
 
 def test_a_message_without_a_text_is_refused() -> None:
     with pytest.raises(ApiError, match="without a text"):
-        enclosed_forgets(["message:0"], [Message(role="assistant", content="")])
+        forgotten_pieces(["message:0"], [Message(role="assistant", content="")])

@@ -12,7 +12,7 @@ import millpond as mp
 from millpond.prompt_marks import united
 from millpond.server.message_spans import EnclosedMessages
 from millpond.server.messages import Message
-from millpond.server.prompt_marks import kept_pieces
+from millpond.server.prompt_marks import MessagePieces, kept_pieces
 from millpond.server.routes.completions import call_of
 from millpond.server.schemas import CacheFields, CompletionBody
 from millpond.server.service import Service
@@ -99,7 +99,7 @@ def test_pieces_of_messages() -> None:
     assert kept_pieces(message) == [(3, 6), (9, 12)]
     assert kept_pieces(Message.model_validate({"role": "user", "content": "hi", **KEEP})) == [(0, 2)]
     assert kept_pieces(Message(role="user", content="hi")) == []
-    enclosed = EnclosedMessages([message], [kept_pieces(message)])
+    enclosed = EnclosedMessages([message], MessagePieces([kept_pieces(message)]))
     text = "<u>ab ab ab ab</u>"
     assert enclosed.spans(f"<u>{str(enclosed.messages[0].content).strip()}</u>", text) == [(6, 8), (12, 14)]
     assert united([(4, 6), (0, 0), (1, 5), (6, 7), (9, 10)]) == ((1, 7), (9, 10))

@@ -120,7 +120,7 @@ def test_admission_counts_what_options_ask_for_beside_pages(server: Live) -> Non
     def need(method: str, **options: Any) -> int:
         engine = server.llm._engine
         group = engine._parts.decode_groups.group(CacheOptions(method=method, options=options, budget="50%"))
-        return int(estimate(group.cache_factory, engine._model.layers, 2_000, 10, 1).prefill)
+        return int(estimate(group.cache_factory, 2_000, 10, 1).prefill)
 
     engine = server.llm._engine
     a_query = sum(4 * layer.n_heads * layer.key_dim for layer in engine._model.layers)

@@ -85,6 +85,7 @@ def send(content: bytes, llm: FakeLLM | None = None, headers: dict[str, str] | N
         ({"prompt": "w5", "stop_token_ids": [96]}, 400, "invalid_token", "96"),
         ({"prompt": "w5", "millpond": {"method": "h20"}}, 400, "invalid_value", "did you mean 'h2o'"),
         ({"prompt": "w5", "millpond": {"metod": "h2o"}}, 400, "unknown_parameter", "did you mean 'method'?"),
+        ({"prompt": "w5", "structured_outputs": {"regx": "a"}}, 400, "unknown_parameter", "did you mean 'regex'?"),
         ({"prompt": "w5", "millpond": {"deadline_s": 0}}, 400, "invalid_value", "deadline_s"),
         ({"prompt": "w5", "millpond": {"budget": True}}, 400, "invalid_value", "budget"),
         ({"prompt": "w5", "millpond": None}, 400, "invalid_value", "millpond"),

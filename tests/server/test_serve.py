@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import millpond.server.uvicorn_server
 from millpond.cli.app import app
-from millpond.cli.serve_summary import summary
+from millpond.cli.serve import summary
 from millpond.install_command import install_command
 from millpond.server.request_log import LOG
 from millpond.server.settings import ServerSettings

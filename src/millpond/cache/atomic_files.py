@@ -49,3 +49,16 @@ def remove_file(path: Path) -> int:
     except OSError:
         return 0
     return size
+
+
+def sync_folder(folder: Path) -> None:
+    """Let the names in a folder outlive a loss of power.
+
+    Raises:
+        OSError: the disk does not take them.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -253,10 +253,10 @@ class PrefixTree:
             if owner is pool
         ]
 
-    def follow(self, pool: RefCountedPool[Any], places: PageIds) -> None:
+    def follow(self, pool: RefCountedPool[Any], new_ids: PageIds) -> None:
         """See `PageHolder`."""
         for ids in self.held_in(pool):
-            ids[:] = places[ids]
+            ids[:] = new_ids[ids]
 
     def check_sums(self) -> None:
         """Assert that all bytes of sums are counted, and that no sums outlive those before them."""

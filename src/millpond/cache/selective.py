@@ -14,7 +14,7 @@ from millpond.cache.entries.compaction import rows_at
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.types import PerSequence, RotaryEmbedding
 from millpond.kernels import ops
-from millpond.kernels.args import AttentionShape, EntryRows, PrefillArgs
+from millpond.kernels.args import AttentionShape, DecodeArgs, EntryRows, PrefillArgs
 from millpond.kernels.eager.softmax import soft_cap, softmax_with_sink, wide
 from millpond.policy.needs import BLOCK, BlockLookup, HeadPrompt, Needs, Pattern, PromptPatterns
 
@@ -60,36 +60,20 @@ class BlockRetrieval:
         self._known: PerSequence[Blocks] = PerSequence() if known is None else known
 
     def attend(
-        self,
-        sequence: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_pos: Tensor,
-        budget: int,
-        shape: AttentionShape,
-        rotary: RotaryEmbedding | None,
+        self, sequence: int, args: PrefillArgs, budget: int, rotary: RotaryEmbedding | None
     ) -> tuple[Tensor, Tensor]:
         """Attend as `SelectiveAttention.attend`.
 
         The budget is that of the sequence until its next pass of many tokens.
         """
-        old = self._known.get(sequence)
+        q, old = args.q, self._known.get(sequence)
         none = Blocks(budget, q.new_zeros(0, len(q), q.shape[-1], dtype=wide(q.dtype)), q.new_zeros(len(q), 0).float())
         self._known[sequence] = (old or none)._replace(budget=budget)
-        return self._attend(sequence, q, q_pos, lambda at: (k[:, at], v[:, at]), shape, rotary)
+        return self._attend(sequence, q, args.q_pos, lambda at: (args.k[:, at], args.v[:, at]), args.shape, rotary)
 
-    def decode(
-        self,
-        table: PageTable,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_pos: Tensor,
-        shape: AttentionShape,
-        rotary: RotaryEmbedding | None,
-    ) -> tuple[Tensor, Tensor]:
+    def decode(self, table: PageTable, args: DecodeArgs, rotary: RotaryEmbedding | None) -> tuple[Tensor, Tensor]:
         """Decode as `SelectiveAttention.decode`: each sequence reads only its selection."""
+        q, k, v, q_pos = args.q, args.k_new, args.v_new, args.regions.q_pos
         arrays, slots = table.pool.arrays, table.pool.slots
         counts = (q_pos >= 0).int().repeat_interleave(table.n_kv_heads)
         rows, values = k.flatten(0, 1)[:, None], v.flatten(0, 1)[:, None]
@@ -107,7 +91,7 @@ class BlockRetrieval:
                 return rows_at(arrays.keys, ids), rows_at(arrays.values, ids)
 
             own, at = q[sequence][:, None], q_pos[sequence : sequence + 1]
-            found = self._attend(sequence, own, at, fetch, shape, rotary)
+            found = self._attend(sequence, own, at, fetch, args.regions.shape, rotary)
             out[sequence], lse[sequence] = found[0][:, 0], found[1][:, 0]
         return out, lse
 
@@ -236,21 +220,14 @@ class SparsePrefill:
         self._layer = layer
 
     def attend(
-        self,
-        sequence: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_pos: Tensor,
-        budget: int,
-        shape: AttentionShape,
-        rotary: RotaryEmbedding | None,
+        self, sequence: int, args: PrefillArgs, budget: int, rotary: RotaryEmbedding | None
     ) -> tuple[Tensor, Tensor]:
         """Attend as `SelectiveAttention.attend`: head by head, in blocks of rows."""
+        q, k, v, shape = args.q, args.k, args.v, args.shape
         patterns = self._patterns.patterns(self._layer, len(q))
         if all(pattern.covers(k.shape[1]) for pattern in patterns):
             past = torch.arange(k.shape[1] - q.shape[1], dtype=torch.int32, device=q.device)[None]
-            out, lse, _ = ops.prefill(PrefillArgs(q, k, v, q_pos, shape, past if past.shape[1] else None))
+            out, lse, _ = ops.prefill(replace(args, past_pos=past if past.shape[1] else None))
             return out, lse
         out = q.new_empty(*q.shape[:2], v.shape[-1])
         lse = torch.empty(q.shape[:2], device=q.device)
@@ -260,16 +237,7 @@ class SparsePrefill:
             _attend_head(q[head], k[own], v[own], pattern, one, out[head], lse[head])
         return out, lse
 
-    def decode(
-        self,
-        table: PageTable,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_pos: Tensor,
-        shape: AttentionShape,
-        rotary: RotaryEmbedding | None,
-    ) -> None:
+    def decode(self, table: PageTable, args: DecodeArgs, rotary: RotaryEmbedding | None) -> None:
         """Return None: a step attends to everything."""
 
     def tensors(self, sequence: int) -> dict[str, Tensor]:
@@ -321,27 +289,16 @@ class SelectiveAttention(Protocol):
         ...
 
     def attend(
-        self,
-        sequence: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_pos: Tensor,
-        budget: int,
-        shape: AttentionShape,
-        rotary: RotaryEmbedding | None,
+        self, sequence: int, args: PrefillArgs, budget: int, rotary: RotaryEmbedding | None
     ) -> tuple[Tensor, Tensor]:
         """Attend from new queries to stored and new entries, of all positions in order.
 
         Args:
             sequence: Sequence in the table.
-            q: Queries (Hq, Q, key_dim).
-            k: Keys (H, N, key_dim).
-            v: Values (H, N, value_dim).
-            q_pos: Positions (Q,) int32 of the queries, the last Q of 0 .. N - 1.
+            args: Queries, the entries of all positions 0 .. N - 1, of which those of the queries are the last, and the
+                shape of the layer.
             budget: Entries per head that a query may attend to.
-            shape: Scale, soft cap and window of the layer.
-            rotary: Rotary embedding of q and k; None for none.
+            rotary: Rotary embedding of queries and keys; None for none.
 
         Returns:
             out (Hq, Q, value_dim); lse (Hq, Q) float32.
@@ -349,14 +306,7 @@ class SelectiveAttention(Protocol):
         ...
 
     def decode(
-        self,
-        table: PageTable,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_pos: Tensor,
-        shape: AttentionShape,
-        rotary: RotaryEmbedding | None,
+        self, table: PageTable, args: DecodeArgs, rotary: RotaryEmbedding | None
     ) -> tuple[Tensor, Tensor] | None:
         """Store the new entries and attend, as in a step; None to attend to everything."""
         ...

@@ -10,19 +10,7 @@ import typer
 from rich.markup import escape
 
 from millpond.cli.console import errors, notes
-from millpond.cli.options import (
-    CacheChoice,
-    DeviceMemory,
-    DeviceName,
-    Disk,
-    DtypeName,
-    Memory,
-    ModelName,
-    Threads,
-    device_of_engine,
-    expand_groups,
-    optional,
-)
+from millpond.cli.options import CacheChoice, EnginePlace, ModelName, expand_groups, optional
 from millpond.cli.serve import EngineChoice, name_of
 from millpond.errors import OptionError
 from millpond.install_command import install_command
@@ -52,12 +40,7 @@ def batch(
     served_name: Annotated[str | None, optional(help="The model's name in the file. Default: as --model.")] = None,
     cache: CacheChoice,
     engine: EngineChoice,
-    memory: Memory = None,
-    disk: Disk = None,
-    device: DeviceName = None,
-    device_memory: DeviceMemory = None,
-    dtype: DtypeName = "auto",
-    threads: Threads = None,
+    place: EnginePlace,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format; what several begin with is read once."""
     try:
@@ -74,17 +57,8 @@ def batch(
             raise OptionError(f"{one} is the file of the requests; give the answers and the errors files of their own")
     config = EngineConfig(**cache.for_request(), calibration=cache.calibration, **engine.as_arguments())
     with notes():
-        llm = AsyncLLM(
-            model,
-            config,
-            model_name=served_name or name_of(model),
-            dtype=None if dtype == "auto" else dtype,
-            threads=threads,
-            memory=memory,
-            disk=disk,
-            device=device_of_engine(device, disk, config.weights, memory),
-            device_memory=device_memory,
-        )
+        name = served_name or name_of(model)
+        llm = AsyncLLM(model, config, model_name=name, **place.as_arguments(config.weights))
 
         async def answer() -> None:
             work = BatchFile(llm, ServerSettings())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -36,7 +37,6 @@ from millpond.cli.options import (
     expand_groups,
     optional,
 )
-from millpond.cli.typed_messages import typed
 from millpond.errors import DataError, MillpondError, OptionError
 from millpond.models.installed import OWN
 
@@ -104,29 +104,11 @@ def chat(
         config = {**kept, "calibration": cache.calibration, "kv_memory": kv_memory, "weights": weights}
         config |= {"overflow": overflow, "trust_remote_code": trust_remote_code, "budget_floor": budget_floor}
         config |= {} if kept_session is None else {"cache_dir": kept_session.cache_dir}
-        place = device_of_engine(device, disk, weights, memory)
-        who: AbstractContextManager[ChatBackend] = _here(
-            model or "pond-recall",
-            None if dtype == "auto" else dtype,
-            memory,
-            disk,
-            config,
-            drawn,
-            place,
-            device_memory,
-        )
-    elif (
-        kv_memory
-        or memory
-        or disk
-        or device
-        or device_memory
-        or weights
-        or dtype != "auto"
-        or cache.calibration
-        or cache.fit
-        or overflow != "refuse"
-        or trust_remote_code
+        place = {"memory": memory, "disk": disk, "device": device_of_engine(device, disk, weights, memory)}
+        place |= {"dtype": None if dtype == "auto" else dtype, "device_memory": device_memory}
+        who: AbstractContextManager[ChatBackend] = _here(model or "pond-recall", config, drawn, place)
+    elif any((kv_memory, memory, disk, device, device_memory, weights, cache.calibration, cache.fit)) or (
+        dtype != "auto" or overflow != "refuse" or trust_remote_code
     ):
         raise OptionError(
             "--kv-memory, --memory, --disk, --device, --device-memory, --weights, --dtype, --calibration, --fit, "
@@ -222,31 +204,14 @@ def _answer(partner: ChatBackend, messages: list[Message], write: Callable[[str]
 
 
 @contextmanager
-def _here(
-    model: str,
-    dtype: str | None,
-    memory: str | None,
-    disk: Path | None,
-    config: dict[str, Any],
-    drawn: dict[str, Any],
-    device: str | None,
-    device_memory: str | None,
-) -> Iterator[LocalBackend]:
+def _here(model: str, config: dict[str, Any], drawn: dict[str, Any], place: dict[str, Any]) -> Iterator[LocalBackend]:
     from millpond.engine.config import EngineConfig
     from millpond.engine.llm import LLM
     from millpond.engine.sampling.params import SamplingParams
 
     params = SamplingParams(**drawn)
     with errors().status(f"loading {model}"):
-        llm = LLM(
-            model,
-            EngineConfig(**config),
-            dtype=dtype,
-            memory=memory,
-            disk=disk,
-            device=device,
-            device_memory=device_memory,
-        )
+        llm = LLM(model, EngineConfig(**config), **place)
     with llm:
         yield LocalBackend(llm, params, model)
 
@@ -330,3 +295,63 @@ def _is_message(value: Any) -> bool:
         and value["role"] in _ROLES
         and isinstance(value["content"], str)
     )
+
+
+#: At the end of a line: the message goes on in the next one.
+GOES_ON = "\\"
+#: Seconds in which the next line of a paste comes, where the terminal does not mark what is pasted.
+PASTE_S = 0.05
+
+
+def typed() -> Iterator[str]:
+    r"""Yield the messages of the standard input; Ctrl-C begins a message again.
+
+    A line is a message. At a terminal lines that are pasted are one message together, and Alt-Enter begins a new line;
+    everywhere a line that ends in `\` goes on in the next one.
+    """
+    at_terminal = sys.stdin.isatty()
+    if at_terminal:
+        _edit_lines()
+    while True:
+        try:
+            yield _message(at_terminal)
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            sys.stdout.write("\n")
+
+
+def _message(at_terminal: bool) -> str:
+    """Return the next message.
+
+    Raises:
+        EOFError: there is none any more.
+    """
+    lines: list[str] = []
+    while True:
+        try:
+            line = input("" if not at_terminal else ". " if lines else "> ")
+        except EOFError:
+            if not lines:
+                raise
+            return "\n".join(lines)
+        if at_terminal and _more_there():
+            lines.append(line)
+        elif line.endswith(GOES_ON):
+            lines.append(line.removesuffix(GOES_ON))
+        else:
+            return "\n".join([*lines, line])
+
+
+def _more_there() -> bool:
+    """Whether the next line has arrived already, as the lines of a paste have."""
+    return bool(select.select([sys.stdin], [], [], PASTE_S)[0])
+
+
+def _edit_lines() -> None:
+    """Let input() know arrow keys, earlier messages, and what the terminal marks as pasted."""
+    import readline
+
+    if "libedit" not in (readline.__doc__ or ""):  # which knows neither; there pasted lines are there together
+        readline.parse_and_bind("set enable-bracketed-paste on")
+        readline.parse_and_bind(r'"\e\C-m": "\C-v\C-j"')

@@ -16,6 +16,7 @@ from millpond.cli.options import (
     Chat,
     DeviceMemory,
     Disk,
+    EnginePlace,
     Memory,
     ModelOptions,
     NewTokens,
@@ -25,7 +26,6 @@ from millpond.cli.options import (
     TopP,
     TypicalP,
     Weights,
-    device_of_engine,
     encode,
     expand_groups,
     optional,
@@ -93,20 +93,9 @@ def generate_in_engine(
     from millpond.engine.llm import LLM
 
     config = EngineConfig(**settings, weights=placing.weights, trust_remote_code=model.trust_remote_code)
-    dtype = None if model.dtype == "auto" else model.dtype
-    device = device_of_engine(model.device, placing.disk, placing.weights, placing.memory)
-    with (
-        notes(),
-        LLM(
-            model.model,
-            config,
-            dtype=dtype,
-            memory=placing.memory,
-            disk=placing.disk,
-            device=device,
-            device_memory=placing.device_memory,
-        ) as llm,
-    ):
+    limits: dict[str, Any] = {"memory": placing.memory, "disk": placing.disk, "device_memory": placing.device_memory}
+    place = EnginePlace(**limits, dtype=model.dtype, device=model.device).as_arguments(placing.weights)
+    with notes(), LLM(model.model, config, **place) as llm:
         partner = LocalBackend(llm, params, model.model)
         ids = encode(llm.tokenizer, text, chat)[0].tolist()
         for part in partner.stream(tuple(ids), turn=wants_template(llm.tokenizer, chat)):

@@ -28,11 +28,6 @@ if TYPE_CHECKING:
 optional = partial(typer.Option, show_default=False)
 
 ModelName = Annotated[str, typer.Option(help="A name of `millpond models`, a folder, a GGUF file, or a hub id.")]
-BenchModelName = Annotated[
-    str | None,
-    optional(help="Trained weights: a name of `millpond models`, a folder or a GGUF file. Default: random ones."),
-]
-MethodName = Annotated[str, typer.Option(help="What is kept: see 'millpond methods'.")]
 CodecName = Annotated[str, option_of(EngineSettings, "codec", show_default=True)]
 CalibrationFile = Annotated[str | None, option_of(EngineSettings, "calibration")]
 DtypeName = Annotated[str, option_of(LoadSettings, "dtype", default_text="", show_default=True)]
@@ -57,11 +52,6 @@ TypicalP = Annotated[
 Chat = Annotated[
     bool | None, optional("--chat/--no-chat", help="Wrap the prompt in the chat template. Default: if there is one.")
 ]
-Samples = Annotated[int, typer.Option(min=1, help="Samples of each task.")]
-SampleSeed = Annotated[int, typer.Option(help="Seed of the samples and the intervals.")]
-Report = Annotated[Path | None, optional(help="Write JSON and Markdown here.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Tiny sizes: a check of the machinery, not a result.")]
-WeightSeed = Annotated[int, typer.Option(help="Seed of weights, prompts and order.")]
 
 
 def parse_options(pairs: Sequence[str], example: str = "recent=0.25") -> dict[str, str]:
@@ -278,6 +268,33 @@ def load_on(
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     loaded: Any = load_model(model, dtype, trust_remote_code=trust_remote_code)
     return loaded.to(where), tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginePlace(OptionGroup):
+    """Memory, device and threads of an engine with its model."""
+
+    memory: Memory = None
+    disk: Disk = None
+    device: DeviceName = None
+    device_memory: DeviceMemory = None
+    dtype: DtypeName = "auto"
+    threads: Threads = None
+
+    def as_arguments(self, weights: str | None) -> dict[str, Any]:
+        """Return arguments of `LLM`.
+
+        Args:
+            weights: Format of the engine's weights.
+
+        Raises:
+            OptionError: the device cannot be used.
+        """
+        return {
+            **{name: getattr(self, name) for name in ("memory", "disk", "device_memory", "threads")},
+            "dtype": None if self.dtype == "auto" else self.dtype,
+            "device": device_of_engine(self.device, self.disk, weights, self.memory),
+        }
 
 
 def device_of_engine(name: str | None, *on_cpu: object) -> str | None:

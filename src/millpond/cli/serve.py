@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -11,24 +13,17 @@ import typer
 from rich.markup import escape
 
 from millpond.budget import FLOOR
-from millpond.cli.console import errors
+from millpond.cli.console import errors, size
 from millpond.cli.options import (
     CacheChoice,
     ChunkDtype,
-    DeviceMemory,
-    DeviceName,
-    Disk,
-    DtypeName,
-    Memory,
+    EnginePlace,
     ModelName,
     OptionGroup,
-    Threads,
-    device_of_engine,
     expand_groups,
     optional,
     parse_options,
 )
-from millpond.cli.serve_summary import show_requests, summary
 from millpond.cli.setting_options import option_of
 from millpond.cluster.settings import ClusterSettings
 from millpond.cpu_limit import usable_cpus
@@ -37,6 +32,10 @@ from millpond.errors import OptionError
 from millpond.install_command import install_command
 from millpond.server.settings import ServerSettings
 from millpond.setting import settings_of
+
+if TYPE_CHECKING:
+    from millpond.server.llm_protocol import ServedLLM
+    from millpond.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from millpond.cache.chunks.store import ChunkStore
@@ -281,12 +280,7 @@ def serve(
     served_name: Annotated[str | None, optional(help="The model's name for clients. Default: as --model.")] = None,
     cache: CacheChoice,
     engine: EngineChoice,
-    memory: Memory = None,
-    disk: Disk = None,
-    device: DeviceName = None,
-    device_memory: DeviceMemory = None,
-    dtype: DtypeName = "auto",
-    threads: Threads = None,
+    place: EnginePlace,
     tool_parser: Annotated[str, option_of(ServerSettings, "tool_parser")] = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", help="No line per request.")] = False,
     workers: Workers,
@@ -303,34 +297,21 @@ def serve(
 
     settings = ServerSettings(**limits.settings, **access.as_settings(), tool_parser=tool_parser)
     config = EngineConfig(**cache.for_request(), calibration=cache.calibration, **engine.as_arguments())
-    name, kind, layout = (
-        served_name or name_of(model),
-        None if dtype == "auto" else dtype,
-        workers.as_arguments(threads),
-    )
+    name, layout = served_name or name_of(model), workers.as_arguments(place.threads)
     llm: ServedLLM
     if workers.several:
         from millpond.cluster.async_llm import AsyncClusterLLM
 
-        if device is not None or device_memory is not None:
+        if place.device is not None or place.device_memory is not None:
             raise OptionError("workers compute on a CPU: leave --device and --device-memory out with workers")
-        if memory is not None or disk is not None or config.chunk_store is not None or config.cache_dir is not None:
+        if any(one is not None for one in (place.memory, place.disk, config.chunk_store, config.cache_dir)):
             raise OptionError(
                 "--memory, --disk, --chunk-store and --cache-dir are those of one engine: leave them out with workers"
             )
-        llm = AsyncClusterLLM(model, config, model_name=name, dtype=kind, threads=threads, **layout)
+        kind = None if place.dtype == "auto" else place.dtype
+        llm = AsyncClusterLLM(model, config, model_name=name, dtype=kind, threads=place.threads, **layout)
     else:
-        llm = AsyncLLM(
-            model,
-            config,
-            model_name=name,
-            dtype=kind,
-            threads=threads,
-            memory=memory,
-            disk=disk,
-            device=device_of_engine(device, disk, config.weights, memory),
-            device_memory=device_memory,
-        )
+        llm = AsyncLLM(model, config, model_name=name, **place.as_arguments(config.weights))
     if not settings.api_keys and host not in ("127.0.0.1", "localhost", "::1"):
         errors().print(
             f"[yellow]note:[/] anyone who can reach {escape(host)} may use the model; --api-key limits that to holders "
@@ -359,3 +340,46 @@ def name_of(model: str) -> str:
     if path.suffix.lower() == ".gguf":
         return path.stem
     return path.resolve().name if path.is_dir() else model
+
+
+#: Addresses that stand for every one of a machine.
+_EVERY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def summary(llm: ServedLLM, settings: ServerSettings, host: str, port: int) -> list[str]:
+    """Return the lines that a server prints when it listens.
+
+    Args:
+        llm: The model.
+        settings: Settings of the server.
+        host: Address on which it listens.
+        port: Port that it has.
+    """
+    stats, cache = llm.stats(), llm.cache
+    own = _EVERY.get(host, host)
+    address = f"http://{f'[{own}]' if ':' in own else own}:{port}"
+    weights = f", {size(stats.weight_bytes)} of weights" if stats.weight_bytes else ""
+    room = "no limit (--kv-memory)" if stats.kv_limit is None else f"at most {size(stats.kv_limit)}"
+    kept = [f"method {cache.method}" if cache.method else "", f"budget {cache.budget}" if cache.budget else ""]
+    kept += [f"format {cache.codec or 'of the model'}"]
+    keys = f"one of {len(settings.api_keys)} is needed" if settings.api_keys else "none is needed"
+    everywhere = ", and at every other address of this machine" if host in _EVERY else ""
+    return [
+        f"model    {llm.model_name}{weights}, context of {llm.context_length:,} tokens",
+        f"cache    {', '.join(part for part in kept if part)}; memory for keys and values: {room}",
+        f"OpenAI   {address}/v1{everywhere}",
+        f"others   {address} (Anthropic's clients, llama.cpp's /infill; /openapi.json describes all)",
+        f"page     {address}/",
+        f"key      {keys}",
+    ]
+
+
+def show_requests() -> None:
+    """Write a line per request to stderr from now on."""
+    from millpond.server.request_log import LOG
+
+    lines = logging.StreamHandler(sys.stderr)
+    lines.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    LOG.handlers[:] = [lines]
+    LOG.setLevel(logging.INFO)
+    LOG.propagate = False

@@ -12,10 +12,9 @@ from typing import Any, Self, TypeVar, TypeVarTuple
 
 from millpond.cluster.cluster_request import check_movable
 from millpond.cluster.event_loop import LoopThread
-from millpond.cluster.figures import DrainResult
 from millpond.cluster.llm import Cluster, ClusterClient
-from millpond.cluster.settings import Role
 from millpond.engine.async_llm import AsyncLLM
+from millpond.engine.cluster_figures import DrainResult, Role
 from millpond.engine.mailbox import Mail, Mailbox, deliver
 from millpond.engine.outputs import CacheSnapshot, RequestOutput
 from millpond.engine.request import CacheOptions, Request

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from millpond.cluster.cluster_request import ClusterRequest
 from millpond.cluster.event_loop import BackgroundTasks, quietly
-from millpond.cluster.figures import ClusterFigures
 from millpond.cluster.handle import WorkerHandle, WorkerLostError
 from millpond.cluster.migration import DECODES, REPLICAS, RETRY_S, Migrator, RequestBook
 from millpond.cluster.settings import ClusterSettings
 from millpond.cluster.worker import BYTES_BESIDES, BYTES_FACTOR, HandoffBuffer
 from millpond.cluster.worker_pool import WorkerPool
+from millpond.engine.cluster_figures import ClusterFigures
 from millpond.errors import MillpondError, PoolFullError
 
 

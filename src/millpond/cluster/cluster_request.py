@@ -168,10 +168,10 @@ class ClusterRequest:
         """Return the output so far."""
         prompt = self.request.prompt
         return RequestOutput(
-            self.request.request_id,
-            prompt if isinstance(prompt, str) else None,
-            self._prompt_ids or _ids(prompt),
-            tuple(
+            request_id=self.request.request_id,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=self._prompt_ids or _ids(prompt),
+            completions=tuple(
                 Completion(
                     index,
                     one.text,
@@ -183,12 +183,12 @@ class ClusterRequest:
                 )
                 for index, one in enumerate(self._answers)
             ),
-            replace(self._times, finished=time.monotonic()) if finished else self._times,
-            self._prompt_logprobs,
-            finished,
-            error,
-            self._read,
-            self._cached,
+            times=replace(self._times, finished=time.monotonic()) if finished else self._times,
+            prompt_logprobs=self._prompt_logprobs,
+            finished=finished,
+            error=error,
+            read=self._read,
+            cached=self._cached,
         )
 
 

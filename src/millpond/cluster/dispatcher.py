@@ -11,13 +11,13 @@ from dataclasses import replace
 from millpond.cluster.checkpoints import Checkpoints
 from millpond.cluster.cluster_request import ClusterRequest
 from millpond.cluster.event_loop import BackgroundTasks, quietly
-from millpond.cluster.figures import ClusterFigures, DrainResult, WorkerInfo, together
 from millpond.cluster.handle import WorkerHandle, WorkerLostError
 from millpond.cluster.messages import RequestDelta, StartMessage, WorkerReport, error_of
 from millpond.cluster.migration import Drain, Migrator
 from millpond.cluster.router import Load, PrefixLedger, RecentWork, choose
-from millpond.cluster.settings import ClusterSettings, Role
+from millpond.cluster.settings import ClusterSettings
 from millpond.cluster.worker_pool import MakeWorker, WorkerPool
+from millpond.engine.cluster_figures import ClusterFigures, DrainResult, Role, WorkerInfo, together
 from millpond.engine.outputs import CacheSnapshot, EngineStats, RequestOutput
 from millpond.engine.request import CacheOptions, Request
 from millpond.errors import MillpondError, OptionError

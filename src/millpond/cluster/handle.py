@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from millpond.cluster.messages import StartMessage, WorkerReport
-from millpond.cluster.settings import Role
 from millpond.engine.async_llm import AsyncLLM
+from millpond.engine.cluster_figures import Role
 from millpond.engine.outputs import CacheSnapshot
 from millpond.engine.request import CacheOptions, Request
 from millpond.errors import MillpondError

@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from millpond.cluster.json_file import read_json
 from millpond.errors import DataError
+from millpond.typed_json import read_json
 
 #: Number of the form of the file.
 FORMAT = 1

@@ -12,10 +12,10 @@ from typing import Any, Self, Unpack
 from millpond.cluster.cluster_request import check_movable
 from millpond.cluster.dispatcher import Dispatcher
 from millpond.cluster.event_loop import LoopThread
-from millpond.cluster.figures import ClusterFigures, WorkerInfo
 from millpond.cluster.ray_worker import RaySession, RayWorker
-from millpond.cluster.settings import ClusterSettings, Role
+from millpond.cluster.settings import ClusterSettings
 from millpond.cluster.worker_pool import MakeWorker
+from millpond.engine.cluster_figures import ClusterFigures, Role, WorkerInfo
 from millpond.engine.config import EngineConfig
 from millpond.engine.options import ClusterOptions
 from millpond.engine.outputs import EngineStats, RequestOutput

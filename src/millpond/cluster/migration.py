@@ -9,11 +9,10 @@ from typing import Any, Protocol
 
 from millpond.cluster.cluster_request import ClusterRequest
 from millpond.cluster.event_loop import BackgroundTasks, quietly
-from millpond.cluster.figures import ClusterFigures
 from millpond.cluster.handle import WorkerHandle, WorkerLostError
-from millpond.cluster.settings import Role
 from millpond.cluster.worker import HandoffGoneError
 from millpond.cluster.worker_pool import WorkerPool
+from millpond.engine.cluster_figures import ClusterFigures, Role
 from millpond.errors import MillpondError, PoolFullError
 
 #: Roles that go on with requests of a prefill worker, or of one that decodes; and with those of a replica.

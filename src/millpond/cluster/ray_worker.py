@@ -5,23 +5,49 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar, TypeVarTuple
 
 import numpy as np
 
 from millpond.cluster.handle import WorkerLostError
-from millpond.cluster.local_process import LocalProcess
 from millpond.cluster.messages import StartMessage, WorkerReport
-from millpond.cluster.settings import ClusterSettings, Role
+from millpond.cluster.settings import ClusterSettings
 from millpond.cluster.worker import EngineWorker
 from millpond.engine.async_llm import AsyncLLM
+from millpond.engine.cluster_figures import Role
 from millpond.engine.outputs import CacheSnapshot
 from millpond.engine.request import CacheOptions, Request
 from millpond.errors import MillpondError, OptionError
 from millpond.optional import require
+
+
+class LocalProcess:
+    """A process by the kernel's handle of it, which no later process of the same number has.
+
+    Args:
+        pid: Id of a process that runs on this machine. Where the system has no such handles, or it has ended, `kill`
+            does nothing.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._handle: int | None = None
+        if hasattr(os, "pidfd_open"):
+            with suppress(OSError):
+                self._handle = os.pidfd_open(pid)
+
+    def kill(self) -> None:
+        """End it at once; one that has ended is no error."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with suppress(OSError):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+            os.close(handle)
+
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")

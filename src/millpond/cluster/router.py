@@ -9,8 +9,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from millpond.cluster.settings import Role
 from millpond.engine.chunks.prompt import Prompt
+from millpond.engine.cluster_figures import Role
 from millpond.engine.outputs import EngineStats
 from millpond.engine.request import Request
 

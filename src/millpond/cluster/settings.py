@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING
 
 from millpond.budget import parse_bytes
 from millpond.errors import OptionError
 from millpond.setting import check_settings, setting
 
-#: Who reads prompts and decodes ("replica"), or only one of the two.
-Role = Literal["replica", "prefill", "decode"]
+if TYPE_CHECKING:
+    from millpond.engine.cluster_figures import Role
 
 
 @dataclass(frozen=True, kw_only=True)

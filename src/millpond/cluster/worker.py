@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from millpond.cluster.messages import ReportedOutput, RequestDelta, StartMessage, WorkerReport, failed
-from millpond.cluster.settings import ClusterSettings, Role
+from millpond.cluster.settings import ClusterSettings
 from millpond.engine.async_llm import AsyncLLM
+from millpond.engine.cluster_figures import Role
 from millpond.engine.engine import Engine
 from millpond.engine.outputs import CacheSnapshot, RequestOutput
 from millpond.engine.request import CacheOptions, Request

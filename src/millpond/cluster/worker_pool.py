@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from millpond.cluster.event_loop import BackgroundTasks
-from millpond.cluster.figures import WorkerInfo
 from millpond.cluster.handle import WorkerHandle, WorkerLostError
 from millpond.cluster.messages import WorkerReport
-from millpond.cluster.settings import Role
+from millpond.engine.cluster_figures import Role, WorkerInfo
 from millpond.engine.outputs import EngineStats
 from millpond.engine.request import CacheOptions
 from millpond.errors import MillpondError, OptionError

@@ -10,20 +10,6 @@ from millpond.codec.presets import PRESETS, codec_named
 from millpond.codec.spec import Codec, before_rope, is_plain
 from millpond.errors import OptionError, unknown
 
-__all__ = [
-    "DTYPES",
-    "Codec",
-    "CodecSpec",
-    "Format",
-    "LayerCodecs",
-    "before_rope",
-    "codec_named",
-    "codec_text",
-    "codecs_of",
-    "list_codecs",
-    "resolve",
-]
-
 #: Formats that store a number as it is.
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 

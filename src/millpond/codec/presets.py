@@ -1,4 +1,9 @@
-"""Number formats by name, with the table for Gaussian entries (Lloyd, 1957/1982; Max, 1960)."""
+"""Number formats by name, with the table for Gaussian entries (Lloyd, 1957/1982; Max, 1960).
+
+A name is that of the family, then the bits of a code: "int8", "kivi2", "rotated4". The family is that of the paper, or
+of what is done to the numbers. `PAPER` behind it is the paper's own form, where the plain name has ours. A format of
+two families joins their names: "think_kivi2".
+"""
 
 from __future__ import annotations
 
@@ -28,16 +33,16 @@ KIVI, FLEXGEN, KVQUANT, MIKV = "arXiv:2402.02750", "arXiv:2303.06865", "arXiv:24
 THINK, QUAROT = "arXiv:2407.21018", "arXiv:2404.00456"
 
 
-def _plain(bits: int) -> Codec:
+def _plain(bits: int) -> Codec:  # "int8", "int4", "int3", "int2"
     return Codec(f"int{bits}", integers(bits, GROUP, by_channel=True), integers(bits), GROUP, residual=GROUP)
 
 
-def _kivi(bits: int) -> Codec:
+def _kivi(bits: int) -> Codec:  # "kivi2", "kivi4"
     # keys per channel, values per token, groups of 32, the newest 128 as they are
     return Codec(f"kivi{bits}", integers(bits, 32, by_channel=True), integers(bits, 32), residual=128, paper=KIVI)
 
 
-def _kvquant(bits: int) -> Codec:
+def _kvquant(bits: int) -> Codec:  # "kvquant2", "kvquant3", "kvquant4"
     return Codec(
         f"kvquant{bits}",
         Side(TABLES[bits], by_channel=True, fixed=True),
@@ -51,7 +56,7 @@ def _kvquant(bits: int) -> Codec:
     )
 
 
-def _rotated(bits: int) -> Codec:
+def _rotated(bits: int) -> Codec:  # "rotated4", "rotated2", each with `_less_mean` or `_paper`
     return Codec(f"rotated{bits}", integers(bits), integers(bits), rotated=True, paper=QUAROT)
 
 
@@ -65,7 +70,7 @@ def _less_mean(codec: Codec) -> Codec:
     return replace(codec, key=replace(codec.key, less_mean=True), sinks=SINKS, residual=RESIDUAL)
 
 
-def _paper(codec: Codec) -> Codec:
+def _paper(codec: Codec) -> Codec:  # "flexgen4_paper", "rotated4_paper", "rotated3_paper", "rotated2_paper"
     return replace(codec, name=f"{codec.name}{PAPER}")
 
 

@@ -65,7 +65,8 @@ class Codec:
         value_outliers: Share of the values of a page that are stored as outliers.
         calibration: Calibration, if `calibrated` and one is given.
         key_scales: Scales of keys of a model with large biases, for sides that are `less_mean`; None for 1.
-        paper: Source of the format.
+        paper: arXiv number of the paper whose format it is, also where some of it departs; "" for a format of none.
+            `docs/generate.py` lists formats with it on the page of the papers.
         share: The same, in hundredths of a percent of the entries that a head holds, in addition to `residual`.
         ages: Formats that entries pass through as they grow old, the first of which has the sides of this codec; () if
             there is only one. See `by_age`.
@@ -174,8 +175,8 @@ def before_rope(codec: Codec) -> Codec:
     if changed or not codec.key.per_channel:
         raise OptionError(
             f"codec {codec.name!r} cannot store keys before RoPE, which texts longer than the model's context need "
-            "(overflow='rolling'): it changes keys otherwise too, or has scales per token; use int8, int4, int3, int2, "
-            "kivi4, kivi2, fp8, kvquant4, kvquant3, kvquant2 or bf16"
+            "(overflow='rolling'): it changes keys otherwise too, or has scales per token; use bf16 or, for "
+            "example, int8, int4, kivi4 or fp8"
         )
     return replace(codec, pre_rope=True)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+from millpond.budget import parse_bytes
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.paging.choose import rule_named
 from millpond.cache.swap import SwapFiles
@@ -20,11 +23,9 @@ from millpond.engine.chunks.loaded import LoadedChunks
 from millpond.engine.chunks.reuse import ChunkLoadSource, ChunkReuse, model_mark
 from millpond.engine.config import EngineConfig
 from millpond.engine.decode_groups import DecodeGroups
-from millpond.engine.disk_conflicts import check_disk
 from millpond.engine.file_loads import FileLoads
 from millpond.engine.outputs import EngineStats
 from millpond.engine.prefix_cache import PrefixCache
-from millpond.engine.prefix_store import open_prefix_store
 from millpond.engine.request import CacheOptions
 from millpond.engine.request_table import RequestTable
 from millpond.engine.sampling.sampler import Sampler
@@ -34,10 +35,12 @@ from millpond.engine.sessions.reuse import SessionReuse, check_continues
 from millpond.engine.sessions.store import DEFAULT_DISK, SessionStore
 from millpond.engine.sessions.stored_turn import session_mark
 from millpond.engine.shared_prefixes import SharedPrefixes
+from millpond.errors import OptionError
 from millpond.hf.calibration.load import loaded
 from millpond.hf.document import fingerprint
 from millpond.hf.key_biases import loses_by_bias, warn_of_bias
 from millpond.hf.model_support import unwrapped
+from millpond.models.cache_folder import check_folder
 from millpond.models.weights.streamed import StreamedLayers
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import PackedModel
@@ -181,7 +184,7 @@ def build(
     if prefix_store is not None:
         closing.callback(prefix_store.close)
     rule = rule_named(config.prefix_cache, config.pager)
-    prefix_cache = PrefixCache(memory, packed.layers, rule, config.prompt_block or 1, prefix_store)
+    prefix_cache = PrefixCache(memory, rule, config.prompt_block or 1, prefix_store)
     decode_groups = _decode_groups(config, packed, memory, tokenizer, tier)
     default_cache = decode_groups.complete(CacheOptions())
     cache_factory = decode_groups.group(default_cache).cache_factory
@@ -203,7 +206,7 @@ def build(
         cache_factory=cache_factory,
         prefix_cache=prefix_cache,
         prefix_store=prefix_store,
-        shared_prefixes=SharedPrefixes(memory, scheduler, requests, packed.layers),
+        shared_prefixes=SharedPrefixes(memory, scheduler, requests),
         snapshots=SnapshotStore(packed.layers),
         swap_files=swap_files,
         disk_tier=tier,
@@ -279,3 +282,40 @@ def _sessions(
     sessions = SessionReuse(store, model, mark, prefix_cache.make_room, prefix_cache.cached_tokens)
     closing.callback(sessions.loads.close)
     return sessions
+
+
+def open_prefix_store(config: EngineConfig) -> BlockStore | None:
+    """A store of `prefix_disk` bytes in `prefix_folder`; None where the prefix cache has no disk.
+
+    Raises:
+        OptionError: a folder that is missing or cannot be written. DataError: no file can be made there.
+    """
+    if config.prefix_disk is None:
+        return None
+    folder = Path(tempfile.gettempdir() if config.prefix_folder is None else config.prefix_folder)
+    check_folder(folder)
+    return BlockStore(folder, parse_bytes(config.prefix_disk))
+
+
+_IN_MEMORY = "needs weights and KV in memory; leave it out where memory= or plan= move them to a disk"
+
+
+def check_disk(config: EngineConfig, streamed: StreamedLayers | None, tier: DiskTier | None) -> None:
+    """
+    Raises:
+        OptionError: a setting that needs in memory what lies on a disk.
+    """
+    if tier is not None and config.prefix_cache:
+        raise OptionError(
+            f"prefix_cache={config.prefix_cache!r} keeps pages of prompts in memory; leave it out where KV lies on a "
+            "disk"
+        )
+    if tier is not None and config.overflow == "rolling":
+        raise OptionError(
+            "overflow='rolling' writes all entries of a sequence at once; leave it out where KV lies on a disk"
+        )
+    if tier is None and streamed is None:
+        return
+    for name in ("chunk_store", "cache_dir"):
+        if getattr(config, name) is not None:
+            raise OptionError(f"{name}= {_IN_MEMORY}")

@@ -12,7 +12,7 @@ from millpond.cache.paging.choose import rule_named
 from millpond.codec import before_rope, codec_text, codecs_of, resolve
 from millpond.engine.settings import EngineSettings
 from millpond.errors import OptionError
-from millpond.hf.compress import budget_of, policy_of
+from millpond.hf.cache_spec import budget_of, policy_of
 from millpond.hf.fit import check_bound, is_auto
 from millpond.methods import METHODS
 from millpond.policy.rolling import rolling_policy

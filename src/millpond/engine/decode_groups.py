@@ -17,8 +17,8 @@ from millpond.codec import Codec, CodecSpec, codec_text
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.request import CacheOptions
 from millpond.errors import DataError, OptionError
+from millpond.hf.cache_spec import policy_of
 from millpond.hf.calibration.load import CalibrationSource, needs_calibration, ropes_of
-from millpond.hf.compress import policy_of
 from millpond.hf.fit import Fit, FitRow, FitSource, check_given, chosen, default_path, is_auto, load_fit
 from millpond.hf.model_profile import ModelProfile
 from millpond.methods import METHODS

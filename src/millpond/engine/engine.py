@@ -155,6 +155,9 @@ class Engine:
     def add(self, request: Request, grammar: Grammar | None = None, bans: Bans | None = None) -> None:
         """Add a request; `step` works on it.
 
+        Only what can never run is refused; the scheduler decides when the request starts. A cluster also adds requests
+        again whose worker it lost: it has accepted them, so what refuses by load must let them pass.
+
         Args:
             request: The request.
             grammar: Result of `grammars` for its parameters; None: compiled here, while the caller waits.

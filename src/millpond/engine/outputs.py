@@ -227,7 +227,7 @@ class EngineStats:
 
     Attributes:
         running: Requests that read their prompt or decode.
-        waiting: Requests that have not begun.
+        waiting: Requests that have not begun, shared prefixes of batches that have not begun among them.
         swapped: Requests that were preempted.
         kv_bytes: Bytes of keys, values and their metadata in pages in use.
         kv_reserved: Bytes of all pages, free ones included, and of states.

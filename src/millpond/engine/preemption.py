@@ -9,7 +9,7 @@ from millpond.cache.pages.ref_counted_pool import Pool
 from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.engine.components import Components
 from millpond.engine.decode_group import DecodeGroup
-from millpond.engine.memory_estimate import peak_pages, prefill_entries
+from millpond.engine.memory_estimate import pages_to_read
 from millpond.engine.request_state import RequestState
 from millpond.engine.request_table import RequestTable
 from millpond.engine.scheduler import Step
@@ -30,7 +30,7 @@ class Preemptor:
     def __init__(self, parts: Components) -> None:
         self.lost: list[RequestState] = []
         self._counts = parts.counts
-        self._scheduler, self._requests, self._layers = parts.scheduler, parts.requests, parts.model.layers
+        self._scheduler, self._requests = parts.scheduler, parts.requests
         self._prefix_cache, self._shared_prefixes = parts.prefix_cache, parts.shared_prefixes
         self._swap_files, self._tier = parts.swap_files, parts.disk_tier
 
@@ -171,12 +171,7 @@ class Preemptor:
         if state.private_cache is not None and state.private_cache.n_seq:
             return state.private_cache.pages_for(n)
         cache_factory = state.group.cache_factory
-        pages: list[Pages] = []
-        for index, layer in enumerate(self._layers):
-            pool = cache_factory.prompt_pool(layer)
-            held = min(n, prefill_entries(cache_factory, index, layer, len(state.ids)))
-            pages.append({pool: layer.n_kv_heads * -(-held // pool.slots)})
-        need = Counter(peak_pages(cache_factory, pages))
+        need = Counter(pages_to_read(cache_factory, len(state.ids), n))
         if (slots := state.group.cache_factory.slots) is not None:
             need[slots] += 1
         return dict(need)

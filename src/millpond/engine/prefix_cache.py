@@ -23,7 +23,6 @@ from millpond.engine.outputs import PrefixStats
 from millpond.engine.prompt_marks import MAX_COMPARED, common_ends
 from millpond.engine.request_state import RequestState
 from millpond.runner.cache_factory import CacheFactory
-from millpond.runner.packed_model import LayerShape
 
 #: Most blocks that are evicted for the sums of one breakpoint: pages of other blocks may hold their memory back.
 MAX_EVICTED = 64
@@ -37,27 +36,19 @@ class PrefixCache:
     that sum over all queries share up to the breakpoints of prompts, where their sums are kept with the block.
 
     Args:
-        memory_limit: Limit that all pools share.
-        layers: Shapes of the model's layers.
         rule: Order in which blocks are evicted; None: nothing is shared at all.
         unit: Prompts take over multiples of this many tokens; a multiple of the entries of a page, or 1.
         store: Disk of the blocks that leave the memory; None: they are dropped.
     """
 
     def __init__(
-        self,
-        memory_limit: MemoryLimit,
-        layers: list[LayerShape],
-        rule: PagingRule | None,
-        unit: int = 1,
-        store: BlockStore | None = None,
+        self, memory_limit: MemoryLimit, rule: PagingRule | None, unit: int = 1, store: BlockStore | None = None
     ) -> None:
         self.tree = PrefixTree(rule, None if rule is None else SumMemory(memory_limit), store)
         self._store = store
         self._rule = rule
         self._hits = self._misses = 0
         self._memory_limit = memory_limit
-        self._layers = layers
         self._enabled = rule is not None
         self._unit = unit
         self._secret = secrets.token_bytes(32)
@@ -76,7 +67,7 @@ class PrefixCache:
             state.private_cache.begin_with(
                 tables_of(path),
                 torch.from_numpy(state.ids_array).to(path[0].pools[0].arrays.device),
-                None if sums is None else path[-1].sums[sums].whole(),
+                None if sums is None else path[-1].sums[sums].complete(),
             )
         return len(path) * state.group.slots
 
@@ -236,7 +227,7 @@ class PrefixCache:
         """Return the pages that the plan of a prompt takes besides those that it frees before."""
         if self._memory_limit.limit_bytes is None:
             return {}
-        return plan_pages(state.group.cache_factory, self._layers, len(state.ids), state.private_cache)
+        return plan_pages(state.group.cache_factory, len(state.ids), state.private_cache)
 
     def _access(self, state: RequestState) -> int:
         """Return the number of a prompt's one access to its blocks, however many parts it has."""

@@ -235,16 +235,16 @@ class RequestState:
         prompt = self.request.prompt
         text = prompt.text if isinstance(prompt, Prompt) else prompt
         return RequestOutput(
-            self.request.request_id,
-            text if isinstance(text, str) else None,
-            self.ids,
-            tuple(completion.to_output() for completion in self.completions),
-            self.times,
-            None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
-            not self.unfinished,
-            self.error,
-            self.scheduled.num_computed_tokens,
-            min(
+            request_id=self.request.request_id,
+            prompt=text if isinstance(text, str) else None,
+            prompt_token_ids=self.ids,
+            completions=tuple(completion.to_output() for completion in self.completions),
+            times=self.times,
+            prompt_logprobs=None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
+            finished=not self.unfinished,
+            error=self.error,
+            read=self.scheduled.num_computed_tokens,
+            cached=min(
                 self.scheduled.num_computed_tokens,
                 max((completion.cached for completion in self.completions), default=0),
             ),

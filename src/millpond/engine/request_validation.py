@@ -75,9 +75,7 @@ class RequestValidator:
                 f"a prompt with chunks has {len(ids)} tokens, and the model's context holds {reach}: with "
                 "overflow='rolling' only prompts without chunks may be longer"
             )
-        need = estimate(
-            group.cache_factory, self._model.layers, group.cache_factory.within_context(len(ids)), most, params.n
-        )
+        need = estimate(group.cache_factory, group.cache_factory.within_context(len(ids)), most, params.n)
         limit = self._memory_limit.limit_bytes
         if limit is not None and need.peak(params.n) > limit:
             raise BudgetError(
@@ -121,8 +119,8 @@ class RequestValidator:
         """
         if not self._scheduler.spreads:
             return ()
-        layers, prompt = self._model.layers, group.cache_factory.within_context(n_tokens)
-        return growth_bytes(lambda new: estimate(group.cache_factory, layers, prompt, new, n).each, most)
+        prompt = group.cache_factory.within_context(n_tokens)
+        return growth_bytes(lambda new: estimate(group.cache_factory, prompt, new, n).each, most)
 
     def _within_budget(self, request: Request, group: DecodeGroup, n_tokens: int, most: int) -> int:
         """Return the new tokens of an answer; fewer where nothing of the prompt may be evicted.

@@ -303,7 +303,7 @@ class Scheduler:
     def _preempt_for_waiting(self, step: Step) -> None:
         """Preempt running requests for the first waiting request that then fits."""
         tried: dict[ClientService, SchedulerRequest] = {}
-        for first in () if self._closed else self._queue():
+        for first in () if self._closed else self._not_running():
             if first.client in tried or first.waits_for_prefix or first.is_loading:
                 continue
             preempted: list[tuple[SchedulerRequest, RequestStatus]] = []
@@ -355,7 +355,7 @@ class Scheduler:
         # bytes for requests that wait for their shared prefix, and for the shared prefixes before that one
         owed: dict[SchedulerRequest | None, int] = {}
         max_owed = 0  # the largest of those before this request
-        for request in self._queue():
+        for request in self._not_running():
             if request.client in passed or request.is_loading:
                 continue
             if request.waits_for_prefix:
@@ -429,7 +429,8 @@ class Scheduler:
             return self.reserved_bytes + request.reserved_bytes
         return peak_bytes([request, *self._in((RequestStatus.PREFILL, RequestStatus.DECODE, RequestStatus.PINNED))])
 
-    def _queue(self) -> list[SchedulerRequest]:
+    def _not_running(self) -> list[SchedulerRequest]:
+        """Return the waiting and the preempted requests, in the order in which they are to start."""
         return self._ordered((RequestStatus.WAITING, RequestStatus.PREEMPTED))
 
     def _ordered(self, states: tuple[RequestStatus, ...]) -> list[SchedulerRequest]:

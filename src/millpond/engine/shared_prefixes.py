@@ -25,7 +25,6 @@ from millpond.engine.request_table import RequestTable
 from millpond.engine.scheduler import Scheduler
 from millpond.engine.scheduler_request import RequestStatus, SchedulerRequest
 from millpond.runner.cache_factory import CacheFactory
-from millpond.runner.packed_model import LayerShape
 
 
 class SharedPrefixes:
@@ -35,13 +34,10 @@ class SharedPrefixes:
         memory_limit: Limit that all pools share.
         scheduler: Scheduler of the engine.
         requests: Requests of the engine, shared prefixes among them.
-        layers: Shapes of the model's layers.
     """
 
-    def __init__(
-        self, memory_limit: MemoryLimit, scheduler: Scheduler, requests: RequestTable, layers: list[LayerShape]
-    ) -> None:
-        self._memory_limit, self._scheduler, self._requests, self._layers = memory_limit, scheduler, requests, layers
+    def __init__(self, memory_limit: MemoryLimit, scheduler: Scheduler, requests: RequestTable) -> None:
+        self._memory_limit, self._scheduler, self._requests = memory_limit, scheduler, requests
         self._names = count()
 
     def plan(self, states: Sequence[RequestState], levels: int | None) -> BatchPlan:
@@ -53,7 +49,7 @@ class SharedPrefixes:
         plan = plan_batch([state.ids_array for state in states], answers, levels=levels)
         if cache_factory is None:
             return plan
-        return replace(plan, pinned_bytes=estimate_prefix(cache_factory, self._layers, plan.most_pinned, 0).prefill)
+        return replace(plan, pinned_bytes=estimate_prefix(cache_factory, plan.most_pinned, 0).prefill)
 
     def add_planned(
         self, states: Sequence[RequestState], levels: int | None, take_in: Callable[[RequestState], None]
@@ -99,7 +95,7 @@ class SharedPrefixes:
         """
         if group.cache_factory.within_context(len(ids)) != len(ids) or len(ids) == group.cache_factory.reach:
             return None  # gaps close before its end
-        alone = estimate_prefix(group.cache_factory, self._layers, len(ids), 0)
+        alone = estimate_prefix(group.cache_factory, len(ids), 0)
         if not can_begin(group.cache_factory) or not self._fits_after(None, alone.prefill):
             return None
         name = next(name for number in self._names if (name := f"shared prefix {number}") not in self._requests)
@@ -107,7 +103,7 @@ class SharedPrefixes:
         scheduled = SchedulerRequest(name, len(tokens), alone, num_answers=0, is_shared_prefix=True)
         shared_prefix = RequestState(Request(request_id=name, prompt=tokens), tokens, scheduled, group, [], Times(0.0))
         if parent is not None:
-            after_parent = estimate_prefix(group.cache_factory, self._layers, len(tokens), len(parent.ids))
+            after_parent = estimate_prefix(group.cache_factory, len(tokens), len(parent.ids))
             if self._fits_after(parent, after_parent.prefill):
                 self._attach(shared_prefix, parent)
                 scheduled.memory_need = after_parent
@@ -126,7 +122,6 @@ class SharedPrefixes:
         while shared_prefix is not None:
             need = estimate_after_prefix(
                 state.group.cache_factory,
-                self._layers,
                 state.whole_need,
                 len(state.ids),
                 state.scheduled.num_answers,
@@ -154,7 +149,7 @@ class SharedPrefixes:
 
     def on_prompt_planned(self, state: RequestState) -> None:
         """Detach a request whose prompt was planned, unless its pages stay."""
-        if state.shared_prefix is not None and not keeps_pages(state.group.cache_factory, self._layers):
+        if state.shared_prefix is not None and not keeps_pages(state.group.cache_factory):
             self.detach(state)
 
     def detach(self, state: RequestState, *, swapped: bool = False) -> None:

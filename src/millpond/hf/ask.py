@@ -26,13 +26,13 @@ LATER = "kvzip"
 
 @dataclass(frozen=True, slots=True)
 class TextAnswer:
-    """An answer about a text, and what was held of the text when the question came.
+    """Answer about a text, and the cache of the text when the question came.
 
     Attributes:
-        question: its text.
-        text: of the answer, without special tokens.
-        token_ids: of the answer, those that end it included.
-        held: the cache of the text, before the question.
+        question: Text of the question.
+        text: Text of the answer, without special tokens.
+        token_ids: Ids of the answer, including those that end it.
+        held: Stats of the cache of the text, before the question.
     """
 
     question: str
@@ -46,7 +46,7 @@ class TextAnswer:
         return self.held.kv_bytes / self.held.full_kv_bytes if self.held.full_kv_bytes else 1.0
 
     def __str__(self) -> str:
-        """The text of the answer."""
+        """Return the text of the answer."""
         return self.text
 
 
@@ -89,21 +89,21 @@ def ask(
     max_new_tokens: int = 64,
     **options: Any,
 ) -> TextAnswer | list[TextAnswer]:
-    """What a model answers to a question about a text, or to several, each on its own.
+    """Answer a question about a text, or several, each on its own.
 
     The text is read and compressed once, before any question is known; `millpond remember` and `millpond ask` do the
     same with a file in between. Answers are greedy.
 
     Args:
-        model: a loaded decoder, or what `load_model` takes.
-        text: what the questions are about.
-        question: one, or several.
-        tokenizer: the model's; None: loaded from where the model comes from.
-        chat: text and question are one message of a user in the model's chat template; None: if there is one.
-        chunk: tokens that are read at a time, with a plan behind each; None: as `generate` reads.
-        max_new_tokens: of an answer, at most.
-        **options: of `compress`, such as `method`, `budget`, `codec` and `preset`; left out, nothing is evicted. A
-            budget without a method is that of `LATER`.
+        model: A loaded decoder, or an argument of `load_model`.
+        text: Text that the questions are about.
+        question: One question, or several.
+        tokenizer: Tokenizer of the model; None loads that of the model's folder or repository.
+        chat: Whether text and question are one message of a user in the model's chat template; None if it has one.
+        chunk: Tokens that are read at a time, with a plan after each; None to read as `generate` does.
+        max_new_tokens: Most tokens of an answer.
+        **options: Options of `compress`, such as `method`, `budget`, `codec` and `preset`; without any, nothing is
+            evicted. A budget without a method is that of `LATER`.
 
     Raises:
         OptionError: an empty text or question, a chat template is wanted and there is none, or no tokenizer is found.
@@ -115,9 +115,9 @@ def ask(
         anna kettle
     """
     questions = [question] if isinstance(question, str) else list(question)
-    for name, given in (("text", text), *(("question", one) for one in questions)):
-        if not isinstance(given, str) or not given.strip():
-            raise OptionError(f"{name}={given!r}: write a text that is not empty")
+    for name, content in (("text", text), *(("question", question_text) for question_text in questions)):
+        if not isinstance(content, str) or not content.strip():
+            raise OptionError(f"{name}={content!r}: write a text that is not empty")
     if max_new_tokens < 1:
         raise OptionError(f"max_new_tokens={max_new_tokens} must be at least 1")
     if chunk is not None and chunk < 1:
@@ -129,19 +129,24 @@ def ask(
     ids = beginning(tokenizer, text, in_chat).to(loaded.device)
     with compress(loaded, tokenizer=tokenizer, **for_later_questions(options)) as cache:
         read_document(loaded, cache, ids, chunk)
-        held, answers = cache.stats(), []
-        for one in questions:
-            with cache.fork() as own:
-                new = answer(loaded, tokenizer, own, ids, one, in_chat, max_new_tokens)
-            said = str(tokenizer.decode(new, skip_special_tokens=True)).strip()
-            answers.append(TextAnswer(one, said, tuple(new), held))
+        text_stats, answers = cache.stats(), []
+        for question_text in questions:
+            with cache.fork() as fork:
+                answer_ids = answer(loaded, tokenizer, fork, ids, question_text, in_chat, max_new_tokens)
+            answer_text = str(tokenizer.decode(answer_ids, skip_special_tokens=True)).strip()
+            answers.append(TextAnswer(question_text, answer_text, tuple(answer_ids), text_stats))
     return answers[0] if isinstance(question, str) else answers
 
 
 def for_later_questions(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `compress` for a text whose questions come later: with a budget alone the method is `LATER`."""
-    alone = options.get("budget") is not None and options.get("method") is None and options.get("preset") is None
-    return {**options, "method": LATER} if alone else dict(options)
+    """Return the arguments of `compress` for a text whose questions come later.
+
+    With a budget alone the method is `LATER`.
+    """
+    is_budget_alone = (
+        options.get("budget") is not None and options.get("method") is None and options.get("preset") is None
+    )
+    return {**options, "method": LATER} if is_budget_alone else dict(options)
 
 
 def answer(
@@ -154,37 +159,50 @@ def answer(
     max_new_tokens: int,
     streamer: Any = None,
 ) -> list[int]:
-    """Token ids of a greedy answer behind the text with ids (1, n) that `cache` has read; the cache goes on to its end.
+    """Return the ids of a greedy answer to a question about a text that `cache` has read.
 
     Args:
-        streamer: of `generate`; None: no one follows.
+        model: Model of the cache.
+        tokenizer: Tokenizer of the model.
+        cache: Cache of the text; afterwards it holds question and answer too.
+        ids: Ids of the text, (1, n).
+        question: Text of the question.
+        in_chat: Whether text and question are one message in the chat template.
+        max_new_tokens: Most tokens of the answer.
+        streamer: Streamer of `generate`; None for none.
     """
     runs: Any = model
-    ends = end_ids(model, tokenizer) if in_chat else None
-    ended: dict[str, Any] = {} if ends is None else {"eos_token_id": ends}
-    whole = torch.cat([ids, ending(tokenizer, question, in_chat).to(ids)], 1)
+    end_tokens = end_ids(model, tokenizer) if in_chat else None
+    end_options: dict[str, Any] = {} if end_tokens is None else {"eos_token_id": end_tokens}
+    prompt = torch.cat([ids, ending(tokenizer, question, in_chat).to(ids)], 1)
     out = runs.generate(
-        whole,
-        attention_mask=torch.ones_like(whole),
+        prompt,
+        attention_mask=torch.ones_like(prompt),
         **cache_argument(cache),
         max_new_tokens=max_new_tokens,
         do_sample=False,
         streamer=streamer,
-        **ended,
+        **end_options,
     )
-    new: list[int] = out[0, whole.shape[1] :].tolist()
-    return new
+    answer_ids: list[int] = out[0, prompt.shape[1] :].tolist()
+    return answer_ids
 
 
 def beginning(tokenizer: PreTrainedTokenizerBase, text: str, in_chat: bool) -> Tensor:
-    """(1, n) ids of a text that questions will follow: in a chat, the begin of the user's message."""
+    """Return the ids of a text that questions will follow, (1, n).
+
+    In a chat it is the beginning of the user's message.
+    """
     if not in_chat:
         return _ids(tokenizer, text, special=True)
     return _ids(tokenizer, around_user(tokenizer).before + text, special=False)
 
 
 def ending(tokenizer: PreTrainedTokenizerBase, question: str, in_chat: bool) -> Tensor:
-    """(1, n) ids of a question behind a text: no begin of text again; in a chat, the end of the user's message."""
+    """Return the ids of a question after a text, (1, n), without a beginning-of-text token.
+
+    In a chat it is the end of the user's message.
+    """
     if not in_chat:
         return _ids(tokenizer, question, special=False)
     return _ids(tokenizer, f"\n\n{question}{around_user(tokenizer).behind}", special=False)
@@ -199,7 +217,8 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> Tensor
 def _with_tokenizer(
     model: PreTrainedModel | str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """
+    """Return the model and its tokenizer, loaded if necessary.
+
     Raises:
         OptionError: the model does not say where it comes from.
     """

@@ -1,4 +1,4 @@
-"""The attention and mask functions registered with transformers as "millpond", and the switch to them."""
+"""Attention and mask functions registered with transformers as "millpond", and the switch to them."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ def switch(config: PreTrainedConfig, name: str) -> Callable[[], None]:
     """Let models of this configuration attend through the implementation called `name`.
 
     Returns:
-        What undoes it, once no other caller needs it. It keeps the configuration alive.
+        Function that undoes it, once no other caller needs it. It keeps the configuration alive.
     """
     with _lock:
-        users, before = _switched.get(id(config), (0, config._attn_implementation))
-        _switched[id(config)] = (users + 1, before)
+        users, previous = _switched.get(id(config), (0, config._attn_implementation))
+        _switched[id(config)] = (users + 1, previous)
         config._attn_implementation = name
 
     def undo() -> None:
         with _lock:
-            users, before = _switched.pop(id(config))
+            users, previous = _switched.pop(id(config))
             if users > 1:
-                _switched[id(config)] = (users - 1, before)
+                _switched[id(config)] = (users - 1, previous)
             else:
-                config._attn_implementation = before
+                config._attn_implementation = previous
 
     return undo
 
 
 def before(config: PreTrainedConfig | None) -> str | None:
-    """The implementation that a configuration had before it was switched; None where it is not."""
+    """Return the implementation of a configuration before it was switched, or None."""
     return _switched.get(id(config), (0, None))[1]
 
 
@@ -55,11 +55,11 @@ _STOCK_MASKS: dict[str, Callable[..., Any]] = {"eager": eager_mask, "sdpa": sdpa
 
 
 class _Pending(threading.local):
-    """What this thread is at.
+    """State of the passes of this thread.
 
     Attributes:
-        layer: whose update() came last, until its attention has run.
-        ours: whether a pass on a Millpond cache is in flight. Other passes of a switched model are transformers' own.
+        layer: Layer whose update() came last, until its attention has run.
+        ours: Whether a pass on a Millpond cache is in flight. Other passes of a switched model are transformers' own.
     """
 
     layer: Any = None
@@ -70,23 +70,30 @@ _pending = _Pending()
 
 
 def register() -> None:
-    """Make the name known to transformers. Done once, when the first cache is made; importing registers nothing."""
+    """Register the functions with transformers.
+
+    Done once, when the first cache is made; importing registers nothing.
+    """
     if NAME not in AttentionInterface._global_mapping:
         AttentionInterface.register(NAME, attention)
         AttentionMaskInterface.register(NAME, mask)
 
 
 def switch_attention(config: PreTrainedConfig) -> Callable[[], None]:
-    """Let models of this configuration attend through Millpond; returns what undoes it, once no other user is left."""
+    """Let models of this configuration attend through Millpond.
+
+    Returns:
+        Function that undoes it, once no other user is left.
+    """
     register()
     return switch(config, NAME)
 
 
 def tag(keys: Tensor, layer: Any) -> Tensor:
-    """A view of `keys` that leads the attention function back to its cache layer.
+    """Return a view of `keys` by which the attention function finds its cache layer.
 
-    Models that rebuild their keys lose the view; they are led by the order of calls: each update() is followed by
-    the attention of its layer.
+    Models that rebuild their keys lose the view; for them the order of calls decides: each update() is followed by the
+    attention of its layer.
 
     Raises:
         UnsupportedModelError: the attention of the layer before did not follow its update().
@@ -108,12 +115,12 @@ def _check_none_pending() -> None:
 
 
 def begin_pass() -> None:
-    """A pass on a Millpond cache begins in this thread."""
+    """Begin a pass on a Millpond cache in this thread."""
     _pending.layer, _pending.ours = None, True
 
 
 def end_pass() -> None:
-    """It came to its end.
+    """End the pass of this thread.
 
     Raises:
         UnsupportedModelError: the attention of the last update() did not come.
@@ -123,60 +130,34 @@ def end_pass() -> None:
 
 
 def break_off() -> None:
-    """It was broken off; no attention is expected any more."""
+    """Abort the pass of this thread; no attention is expected any more."""
     _pending.layer, _pending.ours = None, False
 
 
 def mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
-    **kwargs: Any,
+    *, batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor:
-    """The padding mask (B, kv_length), and a way to make the stock mask if a stock cache is used.
+    """Return the padding mask (B, kv_length), with a way to make the stock mask attached.
 
-    It is (B, 1, 1, kv_length) for models whose layers share keys: Gemma 4 cuts the rows of queries out of its masks.
-
-    A model called without a mask says of the new tokens alone, in (B, q_length), that none is a pad. A pass on another
-    cache gets the mask that it would get without a switch, so that it may end after the switch was undone.
+    It is (B, 1, 1, kv_length) for models whose layers share keys: Gemma 4 cuts the rows of queries out of its masks. If
+    the model is called without a mask, all new tokens count as real, (B, q_length). A pass over a stock cache receives
+    the stock mask, so it stays correct if compression is switched off before the pass ends.
     """
-    own = _STOCK_MASKS.get(before(kwargs.get("config")) or "")
-    if own is not None and not _pending.ours:
-        made: Tensor = own(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            **kwargs,
-        )
-        return made
+    sizes: dict[str, Any] = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
+    stock_mask = _STOCK_MASKS.get(before(kwargs.get("config")) or "")
+    if stock_mask is not None and not _pending.ours:
+        stock: Tensor = stock_mask(**sizes, attention_mask=attention_mask, **kwargs)
+        return stock
     if attention_mask is not None and stock_attention.is_remembered(attention_mask):
         return attention_mask  # made by an outer model for the one inside, as transformers keeps its own
     if attention_mask is None:
-        result = torch.ones(1, 1, dtype=torch.bool, device=kwargs.get("device")).expand(batch_size, q_length)
+        padding = torch.ones(1, 1, dtype=torch.bool, device=kwargs.get("device")).expand(batch_size, q_length)
     else:
-        result = attention_mask[:, -kv_length:].bool()
+        padding = attention_mask[:, -kv_length:].bool()
     if getattr(kwargs.get("config"), "num_kv_shared_layers", None):
-        result = result[:, None, None]
-    stock_attention.remember(
-        result,
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        **kwargs,
-    )
-    return result
+        padding = padding[:, None, None]
+    stock_attention.remember(padding, **sizes, attention_mask=attention_mask, **kwargs)
+    return padding
 
 
 def attention(
@@ -193,14 +174,15 @@ def attention(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention through the cache layer that produced `key`; without one, what stock transformers would do.
+    """Return the attention through the cache layer that produced `key`.
 
-    Shapes: query (B, Hq, Q, D), key and value (B, Hkv, Q, D): the new entries. Returns (B, Q, Hq, D) and None.
+    Without one it is that of stock transformers. Shapes: query (B, Hq, Q, D), key and value (B, Hkv, Q, D): the new
+    entries. Returns (B, Q, Hq, D) and None.
     """
     tagged = getattr(key, _TAG, None)
     layer = tagged or _pending.layer
-    reads = tagged is not None and getattr(module, "layer_idx", None) in getattr(tagged, "readers", ())
-    if reads:
+    reads_others = tagged is not None and getattr(module, "layer_idx", None) in getattr(tagged, "readers", ())
+    if reads_others:
         _check_none_pending()
     elif tagged is not None and tagged is not _pending.layer:
         raise UnsupportedModelError(
@@ -225,16 +207,16 @@ def attention(
             **kwargs,
         )
     window = int(sliding_window or stock_attention.window_of(attention_mask))
-    if reads:
+    if reads_others:
         attention_mask = None  # the owner of the keys was given it, and follows it; this one may be cut
-    _check(module, layer, reads, attention_mask, position_bias, dropout, window)
+    _check(module, layer, reads_others, attention_mask, position_bias, dropout, window)
     shape = AttentionShape(
         scale=float(scaling if scaling is not None else query.shape[-1] ** -0.5),
         softcap=float(softcap or 0.0),
         window=window,
         sink_logits=s_aux.detach().float() if s_aux is not None else None,
     )
-    if reads:
+    if reads_others:
         out = layer.attend_shared(query, shape)
     else:
         out = layer.attend(query, key, value, attention_mask, shape)
@@ -242,12 +224,13 @@ def attention(
     return refuse_gradients(out.transpose(1, 2).contiguous(), query, key, value), None
 
 
-def check_window(name: str, configured: int, given: int) -> None:
-    """
+def check_window(name: str, configured: int, passed: int) -> None:
+    """Check that a sliding window of the configuration reaches attention or mask.
+
     Raises:
         UnsupportedModelError: the configuration has a sliding window, and neither attention nor mask is given one.
     """
-    if configured and not given:
+    if configured and not passed:
         raise UnsupportedModelError(
             f"{name} leaves its sliding window of {configured} tokens to transformers' own cache: it would see all of "
             "any other, and answer otherwise"

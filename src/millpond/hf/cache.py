@@ -1,4 +1,4 @@
-"""The transformers Cache with a budget that `compress` returns."""
+"""Transformers cache with a budget, which `compress` returns."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ from millpond.tiers.free_memory import give_back
 
 
 class MillpondCache(Cache):
-    """A KV cache inside a budget. Make one with `millpond.compress`; pass it as `cache`, or as `past_key_values`.
+    """KV cache inside a budget, made by `millpond.compress`.
 
-    Safe for one batch of prompts and their later turns; `reset` before an unrelated prompt. Inside its `with` block
-    `generate` of the model uses it, a new prompt at each call, where no other cache is passed.
+    Pass it as `cache`, or as `past_key_values`. Safe for one batch of prompts and their later turns; `reset` before an
+    unrelated prompt. Inside its `with` block `generate` of the model uses it, a new prompt at each call, if no other
+    cache is passed.
     """
 
     def __init__(
@@ -101,14 +102,14 @@ class MillpondCache(Cache):
                 index,
                 policy,
                 partial(_entries, budgets, policy, self.tracker, index),
-                of.plain,
+                pool_set.plain,
                 self.tracker,
                 between_chunks=between_chunks and not (policy.needs_all_layers or self.rebuilder),
                 rotary=rotary,
-                quantized=of.make_quantized,
-                reading=of.reading,
+                quantized=pool_set.make_quantized,
+                reading=pool_set.reading,
             )
-            for index, of in enumerate(pools.by_layer(profile.n_layers))
+            for index, pool_set in enumerate(pools.by_layer(profile.n_layers))
         ]
         budgets.layer_caches = layer_caches
         stays = policy.keeps_all and pools.format is None
@@ -122,21 +123,27 @@ class MillpondCache(Cache):
         layers, self.states = build_layers(profile, layer_caches, self.draft_rollback, self.passes)
         super().__init__(layers=layers)
 
-    # ------------------------------------------------------------------ what a user asks
+    # ------------------------------------------------------------------ for users
 
     @property
     def layer_caches(self) -> list[LayerCache]:
-        """The layers' caches."""
+        """Caches of the attention layers."""
         return list(self.entry_layers.values())
 
     @property
     def entry_layers(self) -> dict[int, LayerCache]:
-        """The attention layers' caches by the number of the layer in the model; a hybrid has other layers too."""
+        """Caches of the attention layers by the number of the layer in the model.
+
+        A hybrid has other layers too.
+        """
         return {layer.index: layer.layer_cache for layer in self.layers if isinstance(layer, MillpondLayer)}
 
     @property
     def budget(self) -> Budget | None:
-        """Budget of all sequences of the cache together; None: no limit. A new one holds from the next plan on."""
+        """Budget of all sequences of the cache together; None for no limit.
+
+        A new budget takes effect with the next plan.
+        """
         return self._budgets.budget
 
     @budget.setter
@@ -145,15 +152,21 @@ class MillpondCache(Cache):
 
     @property
     def pools(self) -> list[RefCountedPool[Any]]:
-        """The page pools: one per shape and format of entry."""
+        """Page pools, one per shape and format of entry."""
         return list(self._pools)
 
     def stats(self) -> CacheStats:
-        """Counts and bytes as they are now."""
+        """Return the counts and bytes of the cache in its current state."""
         return measure(self)
 
     def positions(self, layer: int, sequence: int = 0) -> list[list[int]]:
-        """The positions kept, per KV head, ascending; positions count the sequence's own tokens, without pads.
+        """Return the kept positions per KV head, ascending.
+
+        Positions count the sequence's own tokens, without pads.
+
+        Args:
+            layer: Number of the layer in the model.
+            sequence: Sequence in the batch.
 
         Raises:
             CacheMismatchError: there is no such layer or sequence, or the layer holds no entries: it has a state, or
@@ -161,16 +174,16 @@ class MillpondCache(Cache):
         """
         layer_cache = self.entry_layers.get(layer)
         if layer_cache is None:
-            some = self.states.layers or self.shared_layers
-            also = f", of which {', '.join(map(str, self.entry_layers))} hold entries" if some else ""
-            raise CacheMismatchError(f"layer {layer}: the model has layers 0 to {len(self.layers) - 1}{also}")
+            has_others = self.states.layers or self.shared_layers
+            note = f", of which {', '.join(map(str, self.entry_layers))} hold entries" if has_others else ""
+            raise CacheMismatchError(f"layer {layer}: the model has layers 0 to {len(self.layers) - 1}{note}")
         if not 0 <= sequence < max(self.tracker.n_seq, 1):
             raise CacheMismatchError(f"sequence {sequence}: the cache holds {self.tracker.n_seq}")
         rows = layer_cache.read(sequence).positions
         return [[int(p) for p in row if p >= 0] for row in rows.tolist()]
 
     def image_tokens(self) -> ImageTokens:
-        """How many tokens of images and videos were seen, and how many are kept.
+        """Return how many tokens of images and videos were seen, and how many are kept.
 
         Raises:
             UnsupportedModelError: the model has no image tokens.
@@ -181,71 +194,71 @@ class MillpondCache(Cache):
     def protect(
         self, spans: Sequence[Sequence[int]], *, share: float | None = None, sequence: int | None = None
     ) -> None:
-        """Keep spans of a text, or a share of each, in every head of every layer, whatever the method, until `reset`.
+        """Keep spans of a text, or a share of each, in every head of every layer, until `reset`.
 
-        They count in the budget. With a `share`, a span of n of the text's P tokens keeps at least
-        floor(n * share * B / P) of the B entries of each head, its best by the method's score, as far as what the
-        method protects leaves room (`millpond.policy.fair_shares`): give every message of a chat as a span, and no long
-        one is lost whole.
+        They are kept whatever the method is, and count in the budget. With a `share`, a span of n of the text's P
+        tokens keeps at least floor(n * share * B / P) of the B entries of each head, its best by the method's score, if
+        what the method protects leaves room (`millpond.policy.fair_shares`): pass every message of a chat as a span,
+        and no long one is lost whole.
 
         Before a prompt they are spans of that prompt, in place of those that were given before. Later they are added,
-        and lie in tokens that are still to be read. Spans that stay whole and spans with a share are counted apart.
+        and must be in tokens that are still to be read. Spans that stay whole and spans with a share are counted apart.
 
         Args:
-            spans: [begin, end) in tokens of the sequence's own text, without pads; empty before a prompt: none.
-            share: of an even cut of the budget, above 0 and at most 1; None: the spans stay whole.
-            sequence: of this sequence of the batch alone; None: of each.
+            spans: [begin, end) in tokens of the sequence's own text, without pads; empty before a prompt to keep none.
+            share: Share of an even cut of the budget, above 0 and at most 1; None to keep the spans whole.
+            sequence: Sequence of the batch that they are spans of; None for each.
 
         Raises:
             OptionError: no spans, spans that overlap, no share, or a method that cannot keep them (the message says
-                why). Where whole spans leave less of the budget than the method protects, the pass that reads them
-                raises `BudgetError`.
+                why). If whole spans leave less of the budget than the method protects, the pass that reads them raises
+                `BudgetError`.
             CacheMismatchError: no such sequence, or a span of tokens that were read already.
         """
         protect_spans(self.tracker, self.policy, self._pools.codecs, spans, share, sequence)
 
     @no_autograd
     def forget(self, *spans: tuple[int, int], sequence: int | None = None) -> None:
-        """Drop spans of the text from every head of every layer: thoughts, a tool's output, a message.
+        """Drop spans of the text, such as thoughts or a message, from every head of every layer.
 
-        Later tokens stay, at their positions, and the next turn reads only its new ones: pass the whole conversation
-        as before, the spans among it. It is lossy, since later entries were computed from the spans. Their tokens
-        cannot come back, and from then on `crop` takes tokens back only where a pass is recorded.
+        Later tokens stay, at their positions, and the next turn reads only its new ones: pass the whole conversation as
+        before, with the spans. It is lossy, since later entries were computed from the spans. Their tokens cannot be
+        restored, and from then on `crop` removes tokens only if a pass is recorded.
 
         Args:
-            spans: (begin, end) of each, in tokens of the sequence's own text, without pads; `end` stays.
-            sequence: whose; None: of all.
+            *spans: (begin, end) of each, in tokens of the sequence's own text, without pads; `end` stays.
+            sequence: Sequence to drop them from; None for all.
 
         Raises:
-            OptionError: no span; spans that overlap, are empty or lie outside the text, or with tokens that `protect`
-                keeps; or a method or model from whose cache a span cannot be taken (the message says why).
+            OptionError: no span; spans that overlap, are empty or outside the text, or with tokens that `protect`
+                keeps; or a method or model from whose cache a span cannot be dropped (the message says why).
             CacheMismatchError: between the parts of a prompt, or in a pass.
             PoolFullError: no room for copies of pages that forks hold; call it again when there is.
         """
         self.passes.check_free()
         if self.states.in_pass or self._first_out_of_step(self.tracker.columns) is not None:
             raise CacheMismatchError("a forward pass was interrupted; call reset() and run the prompt again")
-        chosen = list(range(self.tracker.n_seq)) if sequence is None else [sequence]
-        found = spans_in(chosen, self.tracker.seen, spans)
+        sequences = list(range(self.tracker.n_seq)) if sequence is None else [sequence]
+        dropped = spans_in(sequences, self.tracker.seen, spans)
         check_forgets(self)
-        check_not_kept(self, chosen, found)
+        check_not_kept(self, sequences, dropped)
         self.draft_rollback.commit()
         self.draft_rollback.truncatable = False
         for layer_cache in self.layer_caches:
-            for number in chosen:
-                layer_cache.drop_spans(number, found)
-        for number in chosen:
-            self.tracker.marks.dropped.add(found, number)
+            for number in sequences:
+                layer_cache.drop_spans(number, dropped)
+        for number in sequences:
+            self.tracker.marks.dropped.add(dropped, number)
 
     def check_integrity(self) -> None:
         """Assert that every page is held by exactly the tables that name it."""
         check_pages(self.kin)
 
     def fork(self) -> MillpondCache:
-        """A copy of this cache at the same position, for one context and many questions.
+        """Return a copy of this cache at the same position, for one context and many questions.
 
         The two share pages until one of them writes, and the memory limit; each is closed on its own. Tokens given to
-        one are never seen by the other. One at a time is in a pass. `copy.deepcopy` does the same.
+        one are never seen by the other. Only one at a time may be in a pass. `copy.deepcopy` does the same.
 
         Raises:
             CacheMismatchError: this cache is closed, or in a pass, or its model is gone.
@@ -287,14 +300,17 @@ class MillpondCache(Cache):
             self.rebuilder.adopt(self.tracker.seen)
 
     def watch(self, observer: Observer | None) -> None:
-        """Show `observer` what each layer attends with, pass by pass, before it is stored; None: no longer."""
+        """Call `observer` with the queries and entries of each layer and pass; None to stop.
+
+        It is called before entries are stored.
+        """
         for layer in self.layers:
             if isinstance(layer, MillpondLayer):
                 layer.observer = observer
 
     @no_autograd
     def reset(self) -> None:
-        """Forget everything and give all memory back, before an unrelated prompt.
+        """Forget everything and free all memory, before an unrelated prompt.
 
         Raises:
             CacheMismatchError: another thread runs a pass with the cache.
@@ -315,9 +331,9 @@ class MillpondCache(Cache):
             pool.trim()
 
     def close(self) -> None:
-        """Give all memory back and the model its own attention. A cache that is merely forgotten does so too.
+        """Free all memory and restore the model's own attention.
 
-        Warns of a cache that nothing ever used (`UnusedCacheWarning`).
+        A cache that is merely forgotten does so too. Warns of a cache that was never used (`UnusedCacheWarning`).
         """
         if not self._used and not self._closed:
             warnings.warn(
@@ -332,13 +348,13 @@ class MillpondCache(Cache):
             finalizer()
 
     def on_close(self, undo: Callable[[], None]) -> None:
-        """Call `undo`, which must not hold this cache, when the cache is closed or collected."""
+        """Call `undo`, which must not refer to this cache, when the cache is closed or collected."""
         finalizer = weakref.finalize(self, undo)
         finalizer.atexit = False
         self._finalizers.append(finalizer)
 
     def __enter__(self) -> MillpondCache:
-        """Until the block ends, the model's `generate` uses this cache where it is given none."""
+        """Let the model's `generate` use this cache until the block ends, if it gets no other."""
         model = self.model()
         if self.attaches and model is not None:
             enter(model, self)
@@ -353,11 +369,11 @@ class MillpondCache(Cache):
         self._used |= error is not None  # there is something else to be said
         self.close()
 
-    # ------------------------------------------------------------------ what transformers asks
+    # ------------------------------------------------------------------ for transformers
 
     @property
     def is_croppable(self) -> bool:
-        """Whether `crop` can take tokens back: any where none is evicted, else those of a pass that is recorded."""
+        """Whether `crop` can remove tokens: any if none is evicted, else those of a recorded pass."""
         return (self.draft_rollback.truncatable or self.draft_rollback.recording) and not self.states.layers
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -367,20 +383,24 @@ class MillpondCache(Cache):
         self._select([s for s in range(self.tracker.n_seq) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        chosen = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
-        self._select([int(i) for i in chosen.tolist()])
+        selected = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
+        self._select([int(i) for i in selected.tolist()])
 
     def activate_past_recording(self) -> None:
-        """
+        """Record the next passes, so that `crop` can remove their tokens.
+
         Raises:
-            OptionError: the model holds recurrent states, which cannot go back.
+            OptionError: the model holds recurrent states, which cannot be rolled back.
         """
         self.states.check_no_drafts()
         self.draft_rollback.recording = True
 
     @no_autograd
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens; a negative count, as transformers passes it.
+        """Remove the last tokens.
+
+        Args:
+            tokens_to_remove: Their number as a negative count, as transformers passes it.
 
         Raises:
             CacheMismatchError: a positive count, entries were evicted and no recording covers the tokens, or the model
@@ -408,18 +428,21 @@ class MillpondCache(Cache):
             self.rebuilder.select(sequences)
 
     def begin_pass(self, draft: int | None, ids: Tensor | None = None, length: int = 1) -> None:
-        """A forward pass of the model begins; its last `draft` tokens may be taken back (None: all but the first).
+        """Begin a forward pass of the model.
 
-        ids: (B, Q) of its tokens, None where the model was given none. length: Q.
+        Args:
+            draft: How many of its last tokens may be rolled back; None for all but the first.
+            ids: Ids of its tokens, (B, Q); None if the model was given none.
+            length: Q.
 
         Raises:
-            CacheMismatchError: an earlier pass was interrupted when some layers had taken in its tokens.
+            CacheMismatchError: an earlier pass was interrupted when some layers had read its tokens.
             UnsupportedModelError: the states begin at zero in a pass of several tokens, and this is a later one.
         """
-        behind = self._first_out_of_step(self.tracker.columns)
-        if behind is not None:
+        out_of_step = self._first_out_of_step(self.tracker.columns)
+        if out_of_step is not None:
             raise CacheMismatchError(
-                f"layer {behind[0]} has seen {behind[1].columns} tokens where the cache has seen "
+                f"layer {out_of_step[0]} has seen {out_of_step[1].columns} tokens where the cache has seen "
                 f"{self.tracker.columns}: a forward pass was interrupted; call reset() and run the prompt again"
             )
         for other in self.kin:  # pages and their counts are shared
@@ -437,31 +460,33 @@ class MillpondCache(Cache):
         self._before_pass = self.tracker.columns
 
     def end_pass(self) -> None:
-        """A forward pass came to its end.
+        """End a forward pass of the model.
 
         Raises:
             UnsupportedModelError: a layer of the model did not use the cache.
         """
-        behind = self._first_out_of_step(max(self.tracker.columns, self._before_pass + 1))
-        if behind is not None:
+        out_of_step = self._first_out_of_step(max(self.tracker.columns, self._before_pass + 1))
+        if out_of_step is not None:
             raise UnsupportedModelError(
-                f"layer {behind[0]} was given no keys and values in this pass, so the model does not use its cache "
-                "as a decoder does; what it holds is not complete"
+                f"layer {out_of_step[0]} was given no keys and values in this pass, so the model does not use its "
+                "cache as a decoder does; what it holds is not complete"
             )
         self.states.end_pass()
         self._clear_shared()
         if self.parts.waits(self.tracker.columns):
-            give_back()  # else entries of this part lie behind its temporaries, and the heap grows by both
+            give_back()  # else entries of this part are after its temporaries, and the heap grows by both
             return
         in_parts = self.parts.end()
         if self._between_chunks:
             self._rebuild()
-            waited = in_parts or (self.policy.needs_all_layers and self.rebuilder is None)  # which plans for itself
-            if waited and self.entropies is None:  # these plan when the model's head has run
+            plans_waited = in_parts or (
+                self.policy.needs_all_layers and self.rebuilder is None
+            )  # which plans for itself
+            if plans_waited and self.entropies is None:  # these plan when the model's head has run
                 self._run_plans()
 
     def _clear_shared(self) -> None:
-        """What layers that have no keys of their own read is of one pass."""
+        """Forget the entries of the pass that layers without own keys read."""
         for layer_cache in self.layer_caches:
             if layer_cache.shared is not None:
                 layer_cache.shared.clear()
@@ -482,7 +507,7 @@ class MillpondCache(Cache):
                 layer_cache.run_plans()
 
     def _first_out_of_step(self, columns: int) -> tuple[int, LayerCache] | None:
-        """The first layer that has not seen `columns` columns, with its number in the model."""
+        """Return number and cache of the first layer that has not seen `columns` columns."""
         return next((layer for layer in self.entry_layers.items() if layer[1].columns != columns), None)
 
 
@@ -495,5 +520,8 @@ def _entries(
     sequence: int,
     seen: int,
 ) -> int:
-    """Entries per KV head that a layer may keep of a sequence, kept spans among them. It holds no cache."""
+    """Return the entries per KV head that a layer may keep of a sequence, kept spans included.
+
+    It refers to no cache.
+    """
     return budgets.entries(layer, table, sequence, seen, tracker.marks.kept.count(sequence, policy.protect.sinks))

@@ -28,13 +28,13 @@ from millpond.hf.prompt_parts import part_size
 from millpond.hf.state_layers import States
 from millpond.models.cache_argument import cache_argument
 
-#: What the names begin with; a layer's entries have its number there.
+#: Prefix of the names; a layer's entries have its number there.
 PREFIX = "state"
 _KINDS = {"conv": "conv_states", "recurrent": "recurrent_states"}
 
 
 def state_tensors(states: States) -> dict[str, Tensor]:
-    """All states, on the host, as `state.<layer>.<kind>.<number>`."""
+    """Return all states, on the host, as `state.<layer>.<kind>.<number>`."""
     return {
         f"{PREFIX}.{number}.{kind}.{i}": state.cpu().contiguous()
         for number, layer in states.layers.items()
@@ -45,16 +45,16 @@ def state_tensors(states: States) -> dict[str, Tensor]:
 
 
 def restore_states(states: States, stored: dict[str, Tensor], device: torch.device) -> None:
-    """Fill the empty states of one sequence with what `state_tensors` gave.
+    """Fill the empty states of one sequence with the tensors of `state_tensors`.
 
     Raises:
         DataError: a layer's states are missing, or not those of one sequence; nothing was changed.
     """
     for number in states.layers:
-        own = [tensor for name, tensor in stored.items() if name.startswith(f"{PREFIX}.{number}.")]
-        if not own:
+        tensors = [tensor for name, tensor in stored.items() if name.startswith(f"{PREFIX}.{number}.")]
+        if not tensors:
             raise DataError(f"layer {number}: the file lacks its states; save the text again")
-        if any(tensor.ndim < 2 or len(tensor) != 1 for tensor in own):
+        if any(tensor.ndim < 2 or len(tensor) != 1 for tensor in tensors):
             raise DataError(f"layer {number}: the file's states are not those of one text; save the text again")
     for number, layer in states.layers.items():
         for i in range(layer.number_of_states):
@@ -72,17 +72,18 @@ def restore_states(states: States, stored: dict[str, Tensor], device: torch.devi
 FORMAT = "millpond-document-3"
 #: Files from before pages held means of keys, which are read as formats of that time.
 BEFORE_MEANS = "millpond-document-2"
-#: Numbers of each parameter that tell one model from another.
-LOOKED_AT = 64
+#: Numbers of each parameter that distinguish models.
+MARKED_NUMBERS = 64
 
 
 def save_document(cache: MillpondCache, ids: Tensor, path: str | os.PathLike[str], *, note: str = "") -> int:
-    """Write what `cache` holds of one text to a safetensors file; `restore_document` makes caches of it.
+    """Write the cache of one text to a safetensors file, for `restore_document`.
 
     Args:
-        cache: from `compress` with the name of a method, after it has read the text, and nothing else.
-        ids: (1, n) the text, all of it: what was evicted too.
-        note: any words, such as the name of the model; `document_note` gives them back.
+        cache: Cache from `compress` with the name of a method, after it has read the text, and nothing else.
+        ids: Ids of the whole text, (1, n), evicted tokens included.
+        path: Path of the file.
+        note: Any words, such as the name of the model; `document_note` returns them.
 
     Returns:
         Bytes of the file.
@@ -120,21 +121,25 @@ def save_document(cache: MillpondCache, ids: Tensor, path: str | os.PathLike[str
     if tracker.marks.kept.of(0):
         tensors["kept"] = torch.tensor(tracker.marks.kept.of(0), dtype=torch.int32)
     if tracker.marks.shares:
-        tensors["fair.spans"] = torch.tensor([one[:2] for one in tracker.marks.shares.of(0)], dtype=torch.int32)
-        tensors["fair.shares"] = torch.tensor([one[2] for one in tracker.marks.shares.of(0)], dtype=torch.float64)
+        tensors["fair.spans"] = torch.tensor(
+            [span_share[:2] for span_share in tracker.marks.shares.of(0)], dtype=torch.int32
+        )
+        tensors["fair.shares"] = torch.tensor(
+            [span_share[2] for span_share in tracker.marks.shares.of(0)], dtype=torch.float64
+        )
     if tracker.marks.dropped:
         tensors["dropped"] = torch.tensor(tracker.marks.dropped.of(0), dtype=torch.int32)
     model = cache.model()
     if model is None:
         raise CacheMismatchError("the model of this cache is gone: save while it is still there")
     try:
-        written = json.dumps(settings)
+        settings_text = json.dumps(settings)
     except TypeError as error:
         raise OptionError(f"options {settings['options']} cannot be written down ({error}): give texts") from None
-    about = {"format": FORMAT, "settings": written, "model": fingerprint(model), "note": note}
-    about["checksum"] = checksum(about, tensors)
+    facts = {"format": FORMAT, "settings": settings_text, "model": fingerprint(model), "note": note}
+    facts["checksum"] = checksum(facts, tensors)
     try:
-        save_file(tensors, path, about)
+        save_file(tensors, path, facts)
     except (OSError, SafetensorError) as error:
         raise DataError(f"{os.fspath(path)!r} cannot be written: {error}") from error
     return Path(path).stat().st_size
@@ -147,30 +152,33 @@ def restore_document(
     memory_limit: str | int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> tuple[MillpondCache, Tensor]:
-    """A cache that stands after the text of a file, and the text's ids (1, n).
+    """Return a cache after the text of a file, and the text's ids (1, n).
 
-    Pass both on: `model.generate(torch.cat([ids, question], 1), cache=cache)`. The cache is one of its own;
-    for another question restore again, or take the answer back with `crop` where the method allows.
+    Pass both on: `model.generate(torch.cat([ids, question], 1), cache=cache)`. The cache is one of its own; for another
+    question restore again, or remove the answer with `crop` if the method allows it.
 
     Args:
-        model: the one that read the text. memory_limit, tokenizer: as of `compress`.
+        model: Model that read the text.
+        path: Path of the file.
+        memory_limit: See `compress`.
+        tokenizer: See `compress`.
 
     Raises:
         CacheMismatchError: another model read it.
         DataError: no such file, or it is broken.
         PoolFullError: there is no room.
     """
-    about, tensors = _read(path)
-    if about.get("checksum") != checksum(about, tensors):
+    facts, tensors = _read(path)
+    if facts.get("checksum") != checksum(facts, tensors):
         raise DataError(f"{os.fspath(path)!r} is not as it was written (its checksum differs): read the text again")
-    if about["model"] != fingerprint(model):
+    if facts["model"] != fingerprint(model):
         raise CacheMismatchError(
             f"{os.fspath(path)!r} was made with another model than this {type(model).__name__}, or with other weights: "
             "load that one, or read the text again"
         )
-    settings: dict[str, Any] = json.loads(about["settings"])
+    settings: dict[str, Any] = json.loads(facts["settings"])
     options, codec, budget = (settings.pop(name) for name in ("options", "codec", "budget"))
-    if about["format"] == BEFORE_MEANS:
+    if facts["format"] == BEFORE_MEANS:
         codec = before_means(codec) if isinstance(codec, str) else [before_means(name) for name in codec]
     cache = compress(
         model,
@@ -190,8 +198,8 @@ def restore_document(
             fair = shares_of_tensors(tensors.pop("fair.spans"), tensors.pop("fair.shares"))
             cache.tracker.marks.shares.expect(fair)
         for layer_cache in cache.layer_caches:
-            own = f"{layer_cache.index}."
-            part = {name.removeprefix(own): t for name, t in tensors.items() if name.startswith(own)}
+            prefix = f"{layer_cache.index}."
+            part = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
             from_tensors(layer_cache, part, n_tokens, model.device)
         dropped = spans_of_tensor(tensors.pop("dropped"), n_tokens) if "dropped" in tensors else ()
         restore_states(cache.states, tensors, model.device)
@@ -206,7 +214,7 @@ def restore_document(
 
 
 def document_note(path: str | os.PathLike[str]) -> str:
-    """The words that were saved with a document.
+    """Return the words that were saved with a document.
 
     Raises:
         DataError: no such file, or it is no document.
@@ -214,14 +222,14 @@ def document_note(path: str | os.PathLike[str]) -> str:
     return _read(path, tensors=False)[0].get("note", "")
 
 
-def checksum(about: dict[str, str], tensors: dict[str, Tensor]) -> str:
-    """SHA-256 of all that a document holds, in hex: what is said of it but this, and each tensor with its name."""
-    return digest_of({name: about.get(name) for name in ("format", "settings", "model", "note")}, tensors)
+def checksum(facts: dict[str, str], tensors: dict[str, Tensor]) -> str:
+    """Return the SHA-256 of a document's other facts and of each tensor with its name, in hex."""
+    return digest_of({name: facts.get(name) for name in ("format", "settings", "model", "note")}, tensors)
 
 
-def digest_of(said: Mapping[str, str | None], tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of texts and of tensors of any shapes, each with its name, in hex."""
-    digest = hashlib.sha256(json.dumps(dict(said), sort_keys=True).encode())
+def digest_of(facts: Mapping[str, str | None], tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of texts and of tensors of any shapes, each with its name, in hex."""
+    digest = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
@@ -230,12 +238,12 @@ def digest_of(said: Mapping[str, str | None], tensors: Mapping[str, Tensor]) -> 
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Fingerprint of a model: its class, and some numbers of each of its parameters."""
+    """Return the fingerprint of a model: its class, and some numbers of each parameter."""
     digest = hashlib.sha256(type(model).__name__.encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         if not parameter.is_meta:
-            digest.update(parameter.detach().flatten()[:LOOKED_AT].double().cpu().numpy().tobytes())
+            digest.update(parameter.detach().flatten()[:MARKED_NUMBERS].double().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -243,19 +251,24 @@ def _read(path: str | os.PathLike[str], *, tensors: bool = True) -> tuple[dict[s
     name = os.fspath(path)
     try:
         with safe_open(name, "pt") as file:
-            about = file.metadata() or {}
-            if about.get("format") not in (FORMAT, BEFORE_MEANS):
-                raise DataError(f"{name!r} is no document of this Millpond: its format is {about.get('format')!r}")
-            return about, {key: file.get_tensor(key) for key in file.keys() if tensors}  # noqa: SIM118 (no dictionary)
+            facts = file.metadata() or {}
+            if facts.get("format") not in (FORMAT, BEFORE_MEANS):
+                raise DataError(f"{name!r} is no document of this Millpond: its format is {facts.get('format')!r}")
+            return facts, {key: file.get_tensor(key) for key in file.keys() if tensors}  # noqa: SIM118 (no dictionary)
     except (OSError, SafetensorError) as error:
         raise DataError(f"{name!r} cannot be read: {error}") from error
 
 
 @torch.no_grad()
 def read_document(model: PreTrainedModel, cache: MillpondCache, ids: Tensor, chunk: int | None = None) -> None:
-    """Let the model read ids (1, n) into the cache, `chunk` tokens at a time, each followed by a plan.
+    """Let the model read ids (1, n) into the cache, in chunks that each end with a plan.
 
-    chunk: None reads a long text as `generate` does, in parts with one plan at their end where that is best.
+    Args:
+        model: Model of the cache.
+        cache: Cache to fill.
+        ids: Ids of the text.
+        chunk: Tokens of a chunk; None to read a long text as `generate` does, in parts with one plan at their end if
+            that is best.
     """
     n_tokens = ids.shape[1]
     parts = None if chunk else part_size(model, cache.parts, n_tokens)

@@ -1,4 +1,4 @@
-"""Fidelity tables: what budgets and number formats cost a model's predictions on a user's own text.
+"""Fidelity tables: costs of budgets and number formats in a model's predictions on a user's own text.
 
 `millpond_lab.fit` measures them. `compress` and the engine read from one which setting is the smallest that keeps a
 bound. A table belongs to the weights of a model, and to a method with its options.
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from transformers import PreTrainedModel
 
@@ -25,25 +25,26 @@ from millpond.hf.calibration.load import model_mark
 from millpond.methods import METHODS
 from millpond.models.cache_folder import cache_folder
 from millpond.scalar import number
+from millpond.typed_json import Number, as_type
 
 FORMAT = "millpond fit 1"
-#: What stands for a budget that a table chooses.
+#: Budget that is chosen from a table.
 AUTO = "auto"
 #: Share of windows that keep a bound, and the confidence that at least as many do.
 SHARE, CONFIDENCE = 0.95, 0.9
-#: Fewest windows that bound the KL of `SHARE` of all windows with `CONFIDENCE`: the largest of fewer says too little.
-LEAST_WINDOWS = 45
+#: Fewest windows that bound the KL of `SHARE` of all windows with `CONFIDENCE`: the largest of fewer is no bound.
+MIN_WINDOWS = 45
 #: Most bytes of a table's file, most rows, and most windows: beyond what any grid needs.
-MOST_BYTES, MOST_ROWS, MOST_WINDOWS = 1 << 26, 10_000, 100_000
+MAX_BYTES, MAX_ROWS, MAX_WINDOWS = 1 << 26, 10_000, 100_000
 WAY_OUT = "measure one with 'millpond fit --text FILE --model MODEL --method METHOD'"
 
 
 @cache
 def tolerance_rank(n: int) -> int:
-    """The smallest k for which the k-th smallest of n draws is above 95 % of all with a confidence of 90 %.
+    """Return the smallest k for which the k-th smallest of n draws bounds 95 % of all.
 
-    The k-th smallest lies below the quantile p if k or more of the n draws do: the probability that a binomial of n and
-    p is k or more. n + 1: no draw is high enough.
+    It does so with a confidence of 90 %. The k-th smallest is below the quantile p if k or more of the n draws are: the
+    probability that a binomial of n and p is k or more. n + 1: no draw is high enough.
 
     Examples:
         >>> tolerance_rank(44), tolerance_rank(45), tolerance_rank(77)
@@ -60,22 +61,23 @@ def tolerance_rank(n: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FitRow:
-    """One setting.
+    """Row of a table: one setting.
 
     Attributes:
-        budget: as `compress` takes it; None where the method takes none. codec: the name of a number format.
-        bytes_share: bytes held after the window, as a share of a full cache in the model's dtype, on average.
-        kl: KL(full || setting) in nats, the mean over the tokens of a window, of each window.
+        budget: Budget as `compress` takes it; None if the method takes none.
+        codec: Name of a number format.
+        bytes_share: Bytes held after the window, as a share of a full cache in the model's dtype, on average.
+        kl: KL(full || setting) in nats of each window, the mean over its tokens.
     """
 
     budget: str | None
     codec: str
-    bytes_share: float
-    kl: tuple[float, ...]
+    bytes_share: Annotated[float, Number()]
+    kl: tuple[Annotated[float, Number()], ...]
 
     @property
     def bound(self) -> float:
-        """What the KL of at least 95 % of windows of such texts stays below.
+        """Bound that the KL of at least 95 % of windows of such texts stays below.
 
         The smallest of the n measured values that is an upper tolerance limit with a confidence of 90 %, whatever the
         distribution (Wilks 1941): of nine in ten sets of n windows, at least 95 % of all windows stay below it.
@@ -90,13 +92,17 @@ class FitRow:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A table of one model, method and text.
+    """Table of one model, method and text.
 
     Attributes:
-        model: the mark of the model. name: its class, for people.
-        method, options: what was measured. text: sha256 of the text.
-        context, continuation: tokens of a window that are compressed, and that are then fed one by one.
-        rows: one per setting; all have the same windows.
+        model: Mark of the model.
+        name: Class of the model, for people.
+        method: Method that was measured.
+        options: Options of the method.
+        text: Sha256 of the text.
+        context: Tokens of a window that are compressed.
+        continuation: Tokens of a window that are then fed one by one.
+        rows: Rows, one per setting; all have the same windows.
     """
 
     model: str
@@ -109,45 +115,48 @@ class Fit:
     rows: tuple[FitRow, ...]
 
     def choose(self, max_kl: float, codec: CodecSpec | None = None) -> FitRow:
-        """The row with the fewest bytes whose `bound` is at most `max_kl`.
+        """Return the row with the fewest bytes whose `bound` is at most `max_kl`.
 
         Args:
-            max_kl: in nats. codec: rows in this number format alone; None: in any.
+            max_kl: Bound in nats.
+            codec: Number format of the row; None for any.
 
         Raises:
             OptionError: a bound that is no number above 0, a codec that was not measured, or no such row; it names the
-                best that was found.
+                best row.
         """
         check_bound(AUTO, max_kl)
         rows = self.rows
         windows = min(len(row.kl) for row in rows)
-        if windows < LEAST_WINDOWS:
+        if windows < MIN_WINDOWS:
             raise OptionError(
-                f"this table has {windows} windows, and {LEAST_WINDOWS} are needed to say with {CONFIDENCE:.0%} "
+                f"this table has {windows} windows, and {MIN_WINDOWS} are needed to say with {CONFIDENCE:.0%} "
                 f"confidence what holds in {SHARE:.0%} of them; measure it again"
             )
         if codec is not None:
-            wanted = resolve(codec)
-            rows = tuple(row for row in rows if resolve(row.codec) == wanted)
+            codec_spec = resolve(codec)
+            rows = tuple(row for row in rows if resolve(row.codec) == codec_spec)
             if not rows:
                 measured = ", ".join(dict.fromkeys(row.codec for row in self.rows))
                 raise OptionError(
                     f"codec {codec_text(codec)!r} is not in this table, which has {measured}; leave it out, or measure "
                     "it with millpond fit --codec"
                 )
-        good = [row for row in rows if row.bound <= max_kl]
-        if not good:
+        kept_rows = [row for row in rows if row.bound <= max_kl]
+        if not kept_rows:
             best = min(rows, key=lambda row: row.bound)
             raise OptionError(
                 f"no measured setting of {self.method} keeps KL at or below {max_kl:g} in {SHARE:.0%} of windows; the "
                 f"best is {best}, with {best.bound:.3g}; raise max_kl, or measure more budgets and codecs"
             )
-        return min(good, key=lambda row: (row.bytes_share, row.bound))
+        return min(kept_rows, key=lambda row: (row.bytes_share, row.bound))
 
     def check(self, model: PreTrainedModel, method: str, options: Mapping[str, Any]) -> None:
-        """
+        """Check that the table is of a model, a method and its options.
+
         Raises:
-            CacheMismatchError: the table is of another model. OptionError: of another method, or of other options.
+            CacheMismatchError: the table is of another model.
+            OptionError: of another method, or of other options.
         """
         if self.model != model_mark(model):
             raise CacheMismatchError(
@@ -162,7 +171,7 @@ class Fit:
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the table as JSON; a file that is there is replaced as a whole.
+        """Write the table as JSON; an existing file is replaced at once.
 
         Raises:
             DataError: it cannot be written.
@@ -181,28 +190,28 @@ FitSource = Fit | str | os.PathLike[str] | None
 
 
 def default_path(model: PreTrainedModel, method: str) -> Path:
-    """Where the table of a model and method is looked for: in the user's cache folder, by the model's mark."""
+    """Return the path of the table of a model and method in the user's cache folder."""
     return cache_folder() / "fits" / f"{model_mark(model)[:32]}-{method}.json"
 
 
 def load_fit(path: str | os.PathLike[str]) -> Fit:
-    """A table from its file.
+    """Return a table from its file.
 
     Raises:
         DataError: it cannot be read, or is none.
     """
     try:
         with open(path, "rb") as file:
-            raw = file.read(MOST_BYTES + 1)
-        if len(raw) > MOST_BYTES:
-            raise DataError(f"table {os.fspath(path)!r} has more than {MOST_BYTES} bytes, so it is none; {WAY_OUT}")
-        found = json.loads(raw)
+            raw = file.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            raise DataError(f"table {os.fspath(path)!r} has more than {MAX_BYTES} bytes, so it is none; {WAY_OUT}")
+        fields = json.loads(raw)
     except FileNotFoundError:
         raise DataError(f"there is no table {os.fspath(path)!r}; {WAY_OUT}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"table {os.fspath(path)!r} cannot be read: {error}") from error
     try:
-        return _table(found)
+        return _table(fields)
     except (KeyError, TypeError, ValueError, OverflowError, MillpondError) as error:
         raise DataError(f"{os.fspath(path)!r} is no table of millpond fit ({error}); {WAY_OUT}") from error
 
@@ -215,14 +224,20 @@ def chosen(
     max_kl: float | None,
     fit: FitSource,
 ) -> FitRow:
-    """The setting of `budget="auto"`.
+    """Return the setting of `budget="auto"`.
 
     Args:
-        codec: "auto" or None: any that was measured.
+        model: Model of the cache.
+        method: Name of the method.
+        options: Options of the method.
+        codec: Number format; "auto" or None for any that was measured.
+        max_kl: Bound in nats.
+        fit: Table, or its file; None for the default path.
 
     Raises:
         OptionError: no `max_kl`, a policy in place of a method's name, or as `Fit.choose` and `Fit.check`.
-        DataError: there is no table, or none that can be read. CacheMismatchError: it is of another model.
+        DataError: there is no table, or none that can be read.
+        CacheMismatchError: it is of another model.
     """
     check_bound(AUTO, max_kl)
     if not isinstance(method, str):
@@ -239,7 +254,8 @@ def is_auto(budget: object) -> bool:
 
 
 def check_bound(budget: object, max_kl: object) -> None:
-    """
+    """Check the bound of a budget that is chosen from a table.
+
     Raises:
         OptionError: a bound that is no number above 0, or a budget that is to be chosen without one.
     """
@@ -247,8 +263,8 @@ def check_bound(budget: object, max_kl: object) -> None:
         if is_auto(budget):
             raise OptionError("budget='auto' keeps a bound: say which, as max_kl=0.01 (nats per token)")
         return
-    given = number(max_kl)
-    if isinstance(given, bool) or not isinstance(given, int | float) or not (math.isfinite(given) and given > 0):
+    bound = number(max_kl)
+    if isinstance(bound, bool) or not isinstance(bound, int | float) or not (math.isfinite(bound) and bound > 0):
         raise OptionError(f"max_kl={max_kl!r} must be a number above 0, in nats per token, as 0.01")
 
 
@@ -256,49 +272,36 @@ def check_given(budget: object, max_kl: object, fit: object) -> bool:
     """Whether a budget is to be chosen from a table.
 
     Raises:
-        OptionError: what only belongs to a chosen budget, with another one.
+        OptionError: an argument that only belongs to a chosen budget, with another one.
     """
     auto = is_auto(budget)
-    for name, given in (("max_kl", max_kl), ("fit", fit)):
-        if given is not None and not auto:
+    for name, argument in (("max_kl", max_kl), ("fit", fit)):
+        if argument is not None and not auto:
             raise OptionError(f"{name} belongs to budget='auto', and the budget is {budget!r}; leave one of them out")
     check_bound(budget, max_kl)
     return auto
 
 
-def _table(found: Any) -> Fit:
-    if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+def _table(fields: Any) -> Fit:
+    if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
         raise ValueError(f"its format is not {FORMAT!r}")
-    rows, options = found.pop("rows"), found.pop("options")
-    for name, kind in (
-        ("model", str),
-        ("name", str),
-        ("method", str),
-        ("text", str),
-        ("context", int),
-        ("continuation", int),
-    ):
-        if not isinstance(found[name], kind):
-            raise ValueError(f"{name} is no {kind.__name__}")
-    if not (isinstance(rows, list) and 0 < len(rows) <= MOST_ROWS and isinstance(options, dict)):
-        raise ValueError(f"it has 1 to {MOST_ROWS} rows, and options")
-    made = tuple(_row(row) for row in rows)
-    if len({len(row.kl) for row in made}) != 1:
+    table: Fit = as_type(Fit, fields)
+    if not 0 < len(table.rows) <= MAX_ROWS:
+        raise ValueError(f"it has 1 to {MAX_ROWS} rows, and options")
+    for row in table.rows:
+        _check_row(row)
+    if len({len(row.kl) for row in table.rows}) != 1:
         raise ValueError("its rows have different windows")
-    return Fit(**found, options=options, rows=made)
+    return table
 
 
-def _row(found: Any) -> FitRow:
-    if not isinstance(found["budget"], str | None) or not isinstance(found["codec"], str):
-        raise ValueError("a row names a budget, or none, and a codec")
-    row = FitRow(found["budget"], found["codec"], float(found["bytes_share"]), tuple(map(float, found["kl"])))
+def _check_row(row: FitRow) -> None:
     if row.budget is not None:
         Budget.parse(row.budget)
     resolve(row.codec)
-    if not (0 < len(row.kl) <= MOST_WINDOWS and all(map(math.isfinite, (row.bytes_share, *row.kl)))):
-        raise ValueError(f"a row has 1 to {MOST_WINDOWS} windows, and finite numbers")
-    return row
+    if not 0 < len(row.kl) <= MAX_WINDOWS:
+        raise ValueError(f"a row has 1 to {MAX_WINDOWS} windows, and finite numbers")
 
 
 def _written(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in options.items()) or "its defaults"
+    return ", ".join(f"{name}={option!r}" for name, option in options.items()) or "its defaults"

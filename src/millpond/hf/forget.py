@@ -1,4 +1,4 @@
-"""Checks of spans that are to leave a live cache with later text behind them."""
+"""Checks of spans that are to be dropped from a cache with later text after them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from millpond.prompt_marks import Span, ascending, check_apart, check_inside
 
 
 def forget_refusal(policy: Policy) -> str | None:
-    """Why spans cannot be taken out of a cache of this policy; None: they can."""
+    """Return why spans cannot be dropped from a cache of this policy, or None."""
     if policy.merge is not None:
         return "this method merges entries, and a merged one stands for tokens inside and outside the span"
     if policy.positions == "cache_relative":
@@ -27,7 +27,8 @@ def forget_refusal(policy: Policy) -> str | None:
 
 
 def check_forgets(cache: LayerCaches) -> None:
-    """
+    """Check that spans can be dropped from a cache.
+
     Raises:
         OptionError: the method or the model holds more of a token than entries, so that dropping these is not enough.
         CacheMismatchError: the plan of a prompt is still to come.
@@ -49,7 +50,8 @@ def check_forgets(cache: LayerCaches) -> None:
 
 
 def check_not_kept(cache: LayerCaches, sequences: Sequence[int], spans: Sequence[Span]) -> None:
-    """
+    """Check that no span to drop is kept by `protect`.
+
     Raises:
         OptionError: a span holds tokens that `protect` keeps.
     """
@@ -57,27 +59,29 @@ def check_not_kept(cache: LayerCaches, sequences: Sequence[int], spans: Sequence
         check_apart(spans, cache.tracker.marks.kept.of(sequence), "protect() keeps")
 
 
-def forgotten_spans(spans: Sequence[Sequence[int]], most: int, text: str) -> tuple[Span, ...]:
-    """Spans ascending, checked.
+def forgotten_spans(spans: Sequence[Sequence[int]], max_tokens: int, text: str) -> tuple[Span, ...]:
+    """Return spans in ascending order, checked.
 
     Args:
-        most: tokens in which they must lie. text: what these are, in words.
+        spans: Pairs (begin, end).
+        max_tokens: Tokens of the text that they must be in.
+        text: Name of the text, in words.
 
     Raises:
-        OptionError: none; something else than pairs of whole numbers; a span that is empty or leaves the text; or
-            spans that overlap.
+        OptionError: none; something else than pairs of whole numbers; a span that is empty or leaves the text; or spans
+            that overlap.
 
     Example:
         >>> forgotten_spans([(8, 12), (0, 4)], 20, "the text")
         ((0, 4), (8, 12))
     """
-    found = ascending(spans, "forget")
-    check_inside(found, most, text)
-    return tuple(found)
+    in_order = ascending(spans, "forget")
+    check_inside(in_order, max_tokens, text)
+    return tuple(in_order)
 
 
 def spans_in(sequences: Sequence[int], seen: np.ndarray, spans: Sequence[Span]) -> tuple[Span, ...]:
-    """The spans to drop of some sequences, see `forgotten_spans`.
+    """Return the spans to drop from some sequences, checked, see `forgotten_spans`.
 
     Raises:
         OptionError: see `forgotten_spans`; or there is no such sequence, or no span.

@@ -19,10 +19,11 @@ from millpond.hf.signals.token_entropy import TokenEntropyHook
 
 
 class ForkableCache(LayerCaches, Protocol):
-    """A cache with what some policies keep besides its layers.
+    """Cache with the state that some policies keep in addition to its layers.
 
     Attributes:
-        entropies: of tokens, for SirLLM. rebuilder: the second pass over a prompt, for KVzip.
+        entropies: Entropies of tokens, for SirLLM.
+        rebuilder: Second pass over a prompt, for KVzip.
     """
 
     entropies: TokenEntropyHook | None
@@ -31,9 +32,9 @@ class ForkableCache(LayerCaches, Protocol):
 
 @no_autograd
 def share(cache: ForkableCache, other: ForkableCache) -> None:
-    """Let `other`, an empty cache of the same kind and pools, take the position of `cache`; pages are shared.
+    """Let `other`, an empty cache of the same kind and pools, take the position of `cache`.
 
-    A page that one of the two writes is copied first.
+    Pages are shared; a page that one of the two writes is copied first.
     """
     cache.draft_rollback.commit()
     other.draft_rollback.truncatable = cache.draft_rollback.truncatable
@@ -41,10 +42,10 @@ def share(cache: ForkableCache, other: ForkableCache) -> None:
         cache.entropies.tell()
     other.tracker.become(cache.tracker)
     sequences = list(range(cache.tracker.n_seq))
-    for layer_cache, new in zip(cache.layer_caches, other.layer_caches, strict=True):
+    for layer_cache, other_layer in zip(cache.layer_caches, other.layer_caches, strict=True):
         if layer_cache.table is not None:
-            layer_cache.copy_to(sequences, new)
-        new.columns = layer_cache.columns
+            layer_cache.copy_to(sequences, other_layer)
+        other_layer.columns = layer_cache.columns
     other.states.become(cache.states)
     other.text = cache.text.copy()
     if cache.rebuilder is not None and other.rebuilder is not None:
@@ -52,13 +53,16 @@ def share(cache: ForkableCache, other: ForkableCache) -> None:
     if cache.entropies is not None and other.entropies is not None:
         other.entropies.become(cache.entropies)
     # pages of pools that others hold too go back when the cache is forgotten, as they do when it is closed
-    for one in (cache, other):
-        finalizer = weakref.finalize(one, give_back, one.layer_caches)
+    for shared in (cache, other):
+        finalizer = weakref.finalize(shared, give_back, shared.layer_caches)
         finalizer.atexit = False
 
 
 def check_pages(caches: Iterable[LayerCaches]) -> None:
-    """Assert that every page is held by exactly the tables that name it, in caches that share pools."""
+    """Assert that every page is held by exactly the tables that name it.
+
+    The caches share pools.
+    """
     tables = [
         layer_cache.table for cache in caches for layer_cache in cache.layer_caches if layer_cache.table is not None
     ]
@@ -68,11 +72,11 @@ def check_pages(caches: Iterable[LayerCaches]) -> None:
 
 
 def pages_of(cache: LayerCaches, pool: RefCountedPool[Any]) -> int:
-    """Pages of a pool that one of several caches holds, those that it shares among them."""
+    """Return the pages of a pool that one of several caches holds, shared ones included."""
     tables = [layer_cache.table for layer_cache in cache.layer_caches if layer_cache.table is not None]
     parts: list[PageTable | QuantizedStore] = [*tables, *(part for table in tables for part in table.packed_parts)]
-    held = [part.held() for part in parts if part.pool is pool]
-    return len(np.unique(np.concatenate(held))) if held else 0
+    page_ids = [part.held() for part in parts if part.pool is pool]
+    return len(np.unique(np.concatenate(page_ids))) if page_ids else 0
 
 
 def give_back(layer_caches: list[LayerCache]) -> None:

@@ -15,11 +15,13 @@ from millpond.models.cache_argument import CACHE_ARGUMENT, cache_among, with_cac
 
 
 class ForwardHooks:
-    """Hooks on a model and its decoder. Knows the cache only weakly, so that a forgotten cache can be collected.
+    """Hooks on a model and its decoder.
+
+    They refer to the cache only weakly, so that a forgotten cache can be collected.
 
     Args:
-        cache: what to look for among the arguments.
-        modules: whose calls begin or belong to a pass: the model and the decoders inside it.
+        cache: Cache to look for among the arguments.
+        modules: Modules whose calls begin or belong to a pass: the model and the decoders inside it.
     """
 
     def __init__(self, cache: Any, modules: Sequence[nn.Module]) -> None:
@@ -33,7 +35,8 @@ class ForwardHooks:
         ]
 
     def check_running(self) -> None:
-        """
+        """Check that the caller is a pass of the model that the cache was made for.
+
         Raises:
             CacheMismatchError: the caller is not the model that the cache was made for.
         """
@@ -46,7 +49,8 @@ class ForwardHooks:
             )
 
     def check_free(self) -> None:
-        """
+        """Check that no other thread runs a pass with the cache.
+
         Raises:
             CacheMismatchError: another thread runs a pass with the cache.
         """
@@ -57,7 +61,7 @@ class ForwardHooks:
             )
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -68,7 +72,7 @@ class ForwardHooks:
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Begin the pass, or go on in it; and let the cache have the name that the model knows."""
+        """Begin the pass, or continue it, and pass the cache by the name that the model knows."""
         if not self._carries(args, kwargs):
             return None
         self.check_free()
@@ -83,8 +87,8 @@ class ForwardHooks:
         return None if cache is None or CACHE_ARGUMENT in kwargs else (args, with_cache(kwargs, cache))
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        asked = kwargs.get("output_attentions")
-        if getattr(module.config, "output_attentions", False) if asked is None else asked:
+        output_attentions = kwargs.get("output_attentions")
+        if getattr(module.config, "output_attentions", False) if output_attentions is None else output_attentions:
             raise OptionError(
                 "output_attentions=True cannot be served: attention weights are never stored with a Millpond cache; "
                 "cache.positions(layer) lists the kept positions"

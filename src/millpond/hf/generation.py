@@ -1,4 +1,4 @@
-"""`generate` inside a cache's `with` block: checks that a prompt continues the text, and drafts behind it."""
+"""`generate` inside a cache's `with` block: checks that a prompt continues the text, and drafts after it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 def begin_behind_prompt(generator: Any) -> Any:
-    """The same candidate generator of transformers, whose first draft is dropped; it is made, as its state needs it.
+    """Return the candidate generator, whose first draft is made but dropped.
 
-    One that needs what the first pass of the model gives stays as it is.
+    Its state needs that draft. A generator that needs the result of the model's first pass stays as it is.
     """
     if getattr(generator, "requires_model_outputs", False):
         return generator
-    own = generator.get_candidates
+    make_candidates = generator.get_candidates
 
     def prompt_alone(input_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        own(input_ids, *args, **kwargs)
+        make_candidates(input_ids, *args, **kwargs)
         del generator.get_candidates
         return input_ids, None
 
@@ -40,12 +40,20 @@ def begin_behind_prompt(generator: Any) -> Any:
 
 
 class UnusedCacheWarning(UserWarning):
-    """A cache was closed and no pass of the model ever used it."""
+    """Warning: a cache was closed and no pass of the model ever used it."""
 
 
 @dataclass(slots=True)
 class _Switched:
-    """A model whose `generate` is ours: what it was, how many caches want it, and the blocks that are open."""
+    """Model whose `generate` is replaced.
+
+    Attributes:
+        before: Its own `generate`, if the module had one; else None.
+        users: Number of caches that need the replacement.
+        caches: These caches.
+        blocks: Thread and cache of each open `with` block, the innermost last.
+        running: Threads inside `generate`.
+    """
 
     before: Callable[..., Any] | None
     users: int = 0
@@ -60,28 +68,30 @@ _DRAFTS = "_get_candidate_generator"
 
 
 def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for the model's own `generate`; its name must be this, so that a pickled model comes back with its own.
+    """Replace the model's own `generate`.
+
+    Its name must be this, so that a pickled model is loaded with its own.
 
     Raises:
-        OptionError: no cache is to be used, or another kind, where one of ours is; or a prompt is to be cut, and the
+        OptionError: no cache or another kind is requested, where one of ours is used; or a prompt is to be cut, and the
             method takes it uncut.
         CacheMismatchError: the cache that is passed has read another text than the prompt begins with.
     """
     switched, thread = _switched.get(self), threading.get_ident()
-    own: Callable[..., Any] = MethodType(type(self).generate, self)  # type: ignore[attr-defined]
+    own_generate: Callable[..., Any] = MethodType(type(self).generate, self)  # type: ignore[attr-defined]
     if switched is None or thread in switched.running:  # a copy of the model, or a draft by the model itself
-        return own(*args, **kwargs)
-    own = switched.before or own
-    given = cache_among(kwargs)
-    cache = given if given is not None else _innermost(switched, thread)
+        return own_generate(*args, **kwargs)
+    own_generate = switched.before or own_generate
+    passed = cache_among(kwargs)
+    cache = passed if passed is not None else _innermost(switched, thread)
     if cache not in switched.caches:
-        return own(*args, **kwargs)
+        return own_generate(*args, **kwargs)
     config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
     config = getattr(self, "generation_config", None) if config is None else config
     _check_used(config, kwargs)
     cache.passes.check_free()
     ids = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs"))
-    if given is not None:
+    if passed is not None:
         check_goes_on(cache, ids, kwargs)
     elif cache.filled_inside or not _goes_on(cache, ids, kwargs):
         cache.reset()
@@ -94,20 +104,28 @@ def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     switched.running.add(thread)
     try:
         with nullcontext() if parts is None else cache.parts.reading(parts.end):
-            return own(*args, **kwargs)
+            return own_generate(*args, **kwargs)
     finally:
         switched.running.discard(thread)
 
 
 def _get_candidate_generator(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for the model's own, under its name: in `generate` with a cache, drafts begin behind the prompt."""
+    """Replace the model's method of this name: in `generate`, drafts begin after the prompt."""
     switched = _switched.get(self)
-    found = type(self)._get_candidate_generator(self, *args, **kwargs)  # type: ignore[attr-defined]
-    return begin_behind_prompt(found) if switched is not None and threading.get_ident() in switched.running else found
+    generator = type(self)._get_candidate_generator(self, *args, **kwargs)  # type: ignore[attr-defined]
+    return (
+        begin_behind_prompt(generator)
+        if switched is not None and threading.get_ident() in switched.running
+        else generator
+    )
 
 
 def use_generate(model: PreTrainedModel, cache: LayerCaches) -> Callable[[], None]:
-    """Let `generate` of the model read this cache; returns what undoes it, once no other cache needs it."""
+    """Let `generate` of the model read this cache.
+
+    Returns:
+        Function that undoes it, once no other cache needs it.
+    """
     if not hasattr(model, "generate"):
         return lambda: None
     with _lock:
@@ -124,31 +142,31 @@ def use_generate(model: PreTrainedModel, cache: LayerCaches) -> Callable[[], Non
     def undo() -> None:
         model = reference()
         with _lock:
-            found = None if model is None else _switched.get(model)
-            if model is None or found is None:
+            switched = None if model is None else _switched.get(model)
+            if model is None or switched is None:
                 return
-            found.users -= 1
-            if found.users:
+            switched.users -= 1
+            if switched.users:
                 return
             del _switched[model]
             model.__dict__.pop(_DRAFTS, None)
             if getattr(model.__dict__.get("generate"), "__func__", None) is generate:
                 del model.generate
-                if found.before is not None:
-                    model.generate = found.before  # type: ignore[assignment]
+                if switched.before is not None:
+                    model.generate = switched.before  # type: ignore[assignment]
 
     return undo
 
 
 def enter(model: PreTrainedModel, cache: LayerCaches) -> None:
-    """A `with` block of the cache begins in this thread: `generate` uses it where it is given none."""
+    """Begin a `with` block of the cache in this thread: `generate` uses it if it gets none."""
     with _lock:
         if model in _switched:
             _switched[model].blocks.append((threading.get_ident(), weakref.ref(cache)))
 
 
 def leave(model: PreTrainedModel, cache: LayerCaches) -> None:
-    """The block ends."""
+    """End the block."""
     with _lock:
         if model in _switched:
             blocks = _switched[model].blocks
@@ -156,7 +174,8 @@ def leave(model: PreTrainedModel, cache: LayerCaches) -> None:
 
 
 def check_goes_on(cache: LayerCaches, ids: Any, kwargs: dict[str, Any]) -> None:
-    """
+    """Check that a prompt continues the text that the cache has read.
+
     Raises:
         CacheMismatchError: the prompt `ids` (S, n) is not the text that the cache has read, and more.
     """
@@ -164,18 +183,18 @@ def check_goes_on(cache: LayerCaches, ids: Any, kwargs: dict[str, Any]) -> None:
     if not columns or not isinstance(ids, Tensor) or ids.ndim != 2 or kwargs.get("inputs_embeds") is not None:
         return
     if isinstance(mask, Tensor) and mask.shape[1] > ids.shape[1]:
-        return  # only what is new, as the mask tells
+        return  # only new tokens, by the mask
     way_out = (
         "; for an unrelated prompt call cache.reset() first, make a cache for each prompt, or leave the cache out "
         "inside the cache's `with` block. To go on, pass the whole text so far and what follows, or only what "
         "follows with an attention_mask over all of it"
     )
     if len(ids) == cache.tracker.n_seq:
-        apart = cache.text.differs(ids, cache.tracker.mask()[:, : ids.shape[1]])
-        if apart is not None:
+        difference = cache.text.differs(ids, cache.tracker.mask()[:, : ids.shape[1]])
+        if difference is not None:
             raise CacheMismatchError(
-                f"this cache has read another text: token {apart[1]} of sequence {apart[0]} is "
-                f"{int(cache.text.ids[apart])} there and {int(ids[apart])} in this prompt{way_out}"
+                f"this cache has read another text: token {difference[1]} of sequence {difference[0]} is "
+                f"{int(cache.text.ids[difference])} there and {int(ids[difference])} in this prompt{way_out}"
             )
     if ids.shape[1] <= columns:
         raise CacheMismatchError(
@@ -184,7 +203,7 @@ def check_goes_on(cache: LayerCaches, ids: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _goes_on(cache: LayerCaches, ids: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the prompt is the text that the cache was given outside `generate`, and more."""
+    """Whether the prompt continues the text that the cache has read outside `generate`."""
     if not isinstance(ids, Tensor) or len(ids) != cache.tracker.n_seq:
         return False
     try:
@@ -195,13 +214,14 @@ def _goes_on(cache: LayerCaches, ids: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _innermost(switched: _Switched, thread: int) -> Any:
-    """The cache of the innermost open block of this thread, or None."""
+    """Return the cache of the innermost open block of this thread, or None."""
     with _lock:
         return next((cache() for owner, cache in reversed(switched.blocks) if owner == thread), None)
 
 
 def _check_used(config: Any, kwargs: dict[str, Any]) -> None:
-    """
+    """Check that `generate` is called with a cache of ours.
+
     Raises:
         OptionError: `generate` is called with no cache, or with one of another kind.
     """

@@ -1,4 +1,4 @@
-"""The autograd mode in which a cache works on its memory, whatever the caller's mode."""
+"""Autograd mode in which a cache works on its memory, whatever the caller's mode is."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Cut(torch.autograd.Function):
 
 
 def refuse_gradients(out: Tensor, *inputs: Tensor) -> Tensor:
-    """Return `out`, made to raise if a gradient should flow from it to `inputs`: none silently stays away."""
+    """Return `out`, made to raise if a gradient should flow from it to `inputs`."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
         cut: Tensor = _Cut.apply(out, *inputs)  # type: ignore[no-untyped-call]
         return cut

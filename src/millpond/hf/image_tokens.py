@@ -19,8 +19,8 @@ class ImageTokens:
     """Tokens of images and videos.
 
     Attributes:
-        seen: tokens processed, per sequence.
-        stored: entries held, [layer][sequence][KV head]. A merged entry counts once, at its own position.
+        seen: Tokens processed, per sequence.
+        stored: Entries held, [layer][sequence][KV head]. A merged entry counts once, at its own position.
     """
 
     seen: list[int]
@@ -28,7 +28,7 @@ class ImageTokens:
 
 
 def image_tokens(cache: LayerCaches, ids: frozenset[int]) -> ImageTokens:
-    """How many tokens with one of `ids` a cache has seen, and how many it holds.
+    """Return how many tokens with one of `ids` a cache has seen, and how many it holds.
 
     Raises:
         UnsupportedModelError: the model has no image tokens.
@@ -37,22 +37,22 @@ def image_tokens(cache: LayerCaches, ids: frozenset[int]) -> ImageTokens:
     tokens, seen = cache.tracker.tokens, cache.tracker.seen
     if not ids or tokens is None:
         raise UnsupportedModelError("this model's configuration names no image tokens; it takes text alone")
-    stand_for_images = torch.tensor(sorted(ids))
+    image_ids = torch.tensor(sorted(ids))
 
     def count(sequence: int, positions: Tensor) -> list[int]:
-        """(H, N) positions, -1 for none -> the image tokens among them, by row."""
-        found = tokens.at(torch.tensor([sequence]).to(positions.device), positions[None])[0].cpu()
+        """Return the number of image tokens at positions (H, N), -1 for none, by row."""
+        token_ids = tokens.at(torch.tensor([sequence]).to(positions.device), positions[None])[0].cpu()
         real = positions.cpu() >= 0
-        if bool((found[real] < 0).any()):
+        if bool((token_ids[real] < 0).any()):
             raise CacheMismatchError(
                 "the ids of some tokens are not known, because the model was given inputs_embeds; pass input_ids"
             )
-        counts: list[int] = (torch.isin(found, stand_for_images) & real).sum(1).tolist()
+        counts: list[int] = (torch.isin(token_ids, image_ids) & real).sum(1).tolist()
         return counts
 
-    whole = [torch.arange(int(n), device=tokens.device)[None] for n in seen]
+    all_positions = [torch.arange(int(n), device=tokens.device)[None] for n in seen]
     return ImageTokens(
-        seen=[count(s, positions)[0] for s, positions in enumerate(whole)],
+        seen=[count(s, positions)[0] for s, positions in enumerate(all_positions)],
         stored=[
             [count(s, layer_cache.read(s).positions) for s in range(len(seen))] for layer_cache in cache.layer_caches
         ],

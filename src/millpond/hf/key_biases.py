@@ -1,4 +1,4 @@
-"""Key projections with large biases: scales for formats that make up for them, a warning for those that do not."""
+"""Key projections with large biases: scales for formats that can use them, a warning for those that cannot."""
 
 from __future__ import annotations
 
@@ -19,30 +19,33 @@ from millpond.hf.signals.rotary import ModelRotation, layer_rotations
 from millpond.kernels.packed.regions import pairs_of
 
 _PROJECTION = "k_proj"
-_found: WeakKeyDictionary[Any, KeyScales | None] = WeakKeyDictionary()
+_scales_by_model: WeakKeyDictionary[Any, KeyScales | None] = WeakKeyDictionary()
 
 
 class KeyBiasWarning(UserWarning):
-    """The number format that was chosen loses much on this model, whose keys have large biases."""
+    """Warning: the number format loses much on this model, whose keys have large biases."""
 
 
 def key_biases(model: nn.Module) -> list[Tensor | None]:
-    """The bias of each key projection, in the order of the layers; None where it has none, or not in memory."""
-    found = []
+    """Return the bias of each key projection by layer; None for one without, or not in memory."""
+    biases = []
     for name, module in model.named_modules():
         if name.rpartition(".")[2] == _PROJECTION:
             bias = getattr(module, "bias", None)
-            found.append(bias.detach() if isinstance(bias, Tensor) and bias.numel() and not bias.is_meta else None)
-    return found
+            biases.append(bias.detach() if isinstance(bias, Tensor) and bias.numel() and not bias.is_meta else None)
+    return biases
 
 
 def largest_key_bias(model: nn.Module) -> float:
-    """The largest absolute bias of a key projection; 0 where there is none, or its weights are not in memory."""
+    """Return the largest absolute bias of a key projection; 0 if there is none.
+
+    Weights that are not in memory count as none.
+    """
     return max((float(bias.abs().max()) for bias in key_biases(model) if bias is not None), default=0.0)
 
 
 def loses_by_bias(codec: Codec) -> bool:
-    """Whether keys have one scale for all channels of a token, of which a few large ones take it."""
+    """Whether keys have one scale per token, which a few channels with large values determine."""
     return any(
         tier.key.format.grouped and not (tier.key.per_channel or tier.key.less_mean or tier.pre_rope)
         for tier in codec.tiers
@@ -50,7 +53,7 @@ def loses_by_bias(codec: Codec) -> bool:
 
 
 def warn_of_bias(codec: Codec, model: nn.Module) -> None:
-    """Say so where a format that `loses_by_bias` was chosen on a model that has large ones.
+    """Warn if a format that `loses_by_bias` was chosen on a model with large key biases.
 
     Keys less their bias have deviations of 1 to 3 in the models that were read; biases were 54 to 211 in
     Qwen2.5-Coder-0.5B, where `rotated4_paper` moved predictions by .25 nats and int4 by .009.
@@ -65,14 +68,14 @@ def warn_of_bias(codec: Codec, model: nn.Module) -> None:
 
 
 def with_key_scales(stored: LayerCodecs | Format, profile: ModelProfile, model: nn.Module) -> LayerCodecs | Format:
-    """What is stored, with the scales of this model's keys where its codecs take some."""
+    """Return the storage formats with the scales of this model's keys, if codecs take some."""
 
-    def scaled(one: Format) -> Format:
-        if not isinstance(one, Codec) or one.ages or not one.key.less_mean:
-            return one
-        if model not in _found:
-            _found[model] = _scales_of(profile, model)
-        return replace(one, key_scales=_found[model])
+    def scaled(storage: Format) -> Format:
+        if not isinstance(storage, Codec) or storage.ages or not storage.key.less_mean:
+            return storage
+        if model not in _scales_by_model:
+            _scales_by_model[model] = _scales_of(profile, model)
+        return replace(storage, key_scales=_scales_by_model[model])
 
     return stored.map(scaled) if isinstance(stored, LayerCodecs) else scaled(stored)
 
@@ -92,12 +95,12 @@ def _scales_of(profile: ModelProfile, model: nn.Module) -> KeyScales | None:
             continue
         partner = None if rotary is None else _partners(rotary, key_dim, bias.device)
         layers.append(scales_for(bias.cpu().view(-1, key_dim), partner))
-    return None if all(one is None for one in layers) else KeyScales(tuple(layers))
+    return None if all(scales is None for scales in layers) else KeyScales(tuple(layers))
 
 
 def _partners(rotary: ModelRotation, dim: int, device: torch.device) -> Tensor:
-    """(dim,) the channel that each turns with, -1 for one that does not turn."""
+    """Return the channel that each channel rotates with, (dim,), -1 for none."""
     pairs = pairs_of(rotary.rotate, dim, device).long().cpu()
-    found = torch.full((dim,), -1)
-    found[pairs[:, 0]], found[pairs[:, 1]] = pairs[:, 1], pairs[:, 0]
-    return found
+    partners = torch.full((dim,), -1)
+    partners[pairs[:, 0]], partners[pairs[:, 1]] = pairs[:, 1], pairs[:, 0]
+    return partners

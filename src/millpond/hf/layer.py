@@ -19,21 +19,25 @@ from millpond.hf.grad_mode import no_autograd
 from millpond.hf.model_profile import LatentShape
 from millpond.kernels.args import AttentionShape
 
-#: What may watch the layers: called with the index of a layer and with q, k, v, mask and shape of each of its passes,
+#: Observer of the layers: called with the index of a layer and with q, k, v, mask and shape of each of its passes,
 #: as in `LayerCache.attend`.
 Observer = Callable[[int, Tensor, Tensor, Tensor, Tensor | None, AttentionShape], None]
 
 
 class MillpondLayer(CacheLayerMixin):
-    """Hands new keys to the attention function, which brings them back with the queries to `attend`.
+    """Layer that tags new keys for the attention function, which calls `attend` with queries.
 
     Args:
-        window: the positions that a query sees by the configuration of the model; 0 for all.
-        number: of the layer in the model; None: as among its attention layers.
-        readers: numbers of the layers that have no keys of their own and read this one's.
+        layer_cache: Cache of the layer.
+        draft_rollback: Rollback of draft tokens of the whole cache.
+        passes: Hooks on the model's passes.
+        window: Positions that a query sees by the configuration of the model; 0 for all.
+        number: Number of the layer in the model; None for its number among the attention layers.
+        readers: Numbers of the layers that have no keys of their own and read this one's.
 
     Attributes:
-        index: number of the layer in the model.
+        index: Number of the layer in the model.
+        observer: Function that is called with every pass of the layer; None for none.
     """
 
     is_compileable = False
@@ -65,10 +69,10 @@ class MillpondLayer(CacheLayerMixin):
         return self.layer_cache.tracker.n_seq or -1
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: pages are taken when the first entries arrive."""
+        """Do nothing: pages are allocated when the first entries arrive."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The new keys, tagged, and the new values: only these, the stored ones stay in their pages.
+        """Return the new keys, tagged, and the new values; stored ones stay in their pages.
 
         A model that expands latents gets the kept ones too, before the new ones.
 
@@ -86,7 +90,7 @@ class MillpondLayer(CacheLayerMixin):
 
     @no_autograd
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> Tensor:
-        """See `LayerCache.attend`; k and v as the model made them of what `update` returned."""
+        """See `LayerCache.attend`; the model made k and v from the result of `update`."""
         k, v = self.layer_cache.after_rope(k, v)
         if self.observer is not None:
             self.observer(self.index, q, k, v, mask, shape)
@@ -97,7 +101,10 @@ class MillpondLayer(CacheLayerMixin):
 
     @no_autograd
     def attend_shared(self, q: Tensor, shape: AttentionShape) -> Tensor:
-        """Attention of another layer of the same pass to what this one meets. q: (B, Hq, Q, D) -> (B, Hq, Q, V)."""
+        """Return the attention of another layer of the same pass to the entries of this one.
+
+        q: (B, Hq, Q, D) -> (B, Hq, Q, V).
+        """
         assert self.layer_cache.shared is not None, "a layer whose keys are read by others"
         return self.layer_cache.shared.attend(q, shape)
 
@@ -105,7 +112,10 @@ class MillpondLayer(CacheLayerMixin):
         return self.layer_cache.columns + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Columns seen (pads included), not entries stored: positions, masks and stop rules depend on it."""
+        """Return the columns seen (pads included), not the entries stored.
+
+        Positions, masks and stop rules depend on it.
+        """
         return self.layer_cache.columns
 
     def get_max_length(self) -> int:
@@ -116,24 +126,24 @@ class MillpondLayer(CacheLayerMixin):
         self.layer_cache.reset()
 
     def offload(self) -> None:
-        """Nothing to do: stock offloading is not used with this cache."""
+        """Do nothing: stock offloading is not used with this cache."""
 
     def prefetch(self) -> None:
-        """Nothing to do: stock offloading is not used with this cache."""
+        """Do nothing: stock offloading is not used with this cache."""
 
     def __repr__(self) -> str:
         return f"MillpondLayer({self.index}, stored={self.layer_cache.stored.tolist()})"
 
 
 def make_layer_cache(latent: LatentShape | None) -> Callable[..., LayerCache]:
-    """What makes the cache of one layer."""
+    """Return the class or function that makes the cache of one layer."""
     if latent is None:
         return LayerCache
     return partial(LatentCache, latent_dim=latent.latent_dim, rope_dim=latent.rope_dim)
 
 
 class PassLayer(CacheLayerMixin):
-    """A layer that reports an empty past to masks and positions; subclasses define `update`."""
+    """Layer that reports an empty past to masks and positions; subclasses define `update`."""
 
     is_compileable = False
     is_sliding = False
@@ -142,7 +152,7 @@ class PassLayer(CacheLayerMixin):
         super().__init__()  # type: ignore[no-untyped-call]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: nothing is kept beyond the pass."""
+        """Do nothing: no entry is kept beyond the pass."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
@@ -155,7 +165,7 @@ class PassLayer(CacheLayerMixin):
 
 
 class EmptyLayer(PassLayer):  # type: ignore[no-untyped-call]
-    """Stands in a cache for a layer of the model that stores nothing there."""
+    """Placeholder in a cache for a layer of the model that stores no entries there."""
 
     supports_early_init = False
     is_compileable = True
@@ -166,23 +176,24 @@ class EmptyLayer(PassLayer):  # type: ignore[no-untyped-call]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """
+        """Refuse entries: the layer has no attention of its own.
+
         Raises:
-            NotImplementedError: always; the layer has no attention of its own.
+            NotImplementedError: always.
         """
         raise NotImplementedError("this layer stores nothing, so there is nothing to append to")
 
     def offload(self) -> None:
-        """Nothing to move."""
+        """Do nothing: there is nothing to move."""
 
     def prefetch(self) -> None:
-        """Nothing to move."""
+        """Do nothing: there is nothing to move."""
 
     def reset(self) -> None:
-        """Nothing to forget."""
+        """Do nothing: there is nothing to forget."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Nothing to remove."""
+        """Do nothing: there is nothing to remove."""
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Nothing to reorder."""
+        """Do nothing: there is nothing to reorder."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from millpond.budget import DEFAULT, Budget
 from millpond.cache.layer.layer_cache import LayerCache
@@ -21,28 +20,32 @@ from millpond.policy.scores.attention import Recency
 
 
 class BudgetFloorWarning(UserWarning):
-    """A ratio of a short prompt is smaller than what the method must protect; the smallest possible budget is used."""
+    """Warning: a ratio of a short prompt is below what the method protects and keeps."""
 
 
 class FewEntriesWarning(UserWarning):
-    """So few entries stay that a model's answers suffer, or all of them stay whatever the method's score."""
+    """Warning: so few entries stay that answers suffer, or all of them whatever the score is."""
 
 
 #: Entries per KV head below which a budget that evicts is warned of. A choice: a chat of a real model answered another
 #: question with 8 of them, and as with the full cache with 256.
-FEW = 64
+FEW_ENTRIES = 64
 
 
 class LayerBudgets:
-    """Splits one budget over the layers of a model.
+    """Division of one budget among the layers of a model.
 
     Args:
-        windows: of each layer, the positions that a query sees, its own among them; 0 for all.
+        budget: Budget of the whole cache; None for no limit.
+        policy: Policy of the cache.
+        windows: Positions that a query of each layer sees, its own among them; 0 for all.
 
     Attributes:
-        budget: of the whole cache; None for no limit.
-        layer_caches: set when they are made; an allocation that depends on the prompt measures them.
-        at_prompt_end: at_prompt_end(sequence, seen) -> tokens of the text when the prompt that is being read ends.
+        budget: Budget of the whole cache; None for no limit.
+        layer_caches: Caches of the layers, set when they are made; an allocation that depends on the prompt measures
+            them.
+        at_prompt_end: Function `at_prompt_end(sequence, seen)` that returns the tokens of the text when the prompt that
+            is being read ends.
     """
 
     def __init__(self, budget: Budget | None, policy: Policy, windows: Sequence[int]) -> None:
@@ -58,9 +61,14 @@ class LayerBudgets:
         self.at_prompt_end: Callable[[int, int], int] = lambda sequence, seen: seen
 
     def entries(self, layer: int, table: PageTable, sequence: int, seen: int, kept: int = 0) -> int:
-        """Entries per KV head that `layer` may keep of a sequence of `seen` tokens.
+        """Return the entries per KV head that `layer` may keep of a sequence of `seen` tokens.
 
-        kept: tokens, sinks left out, that every layer keeps whatever the method says; layers share out the rest.
+        Args:
+            layer: Index of the layer.
+            table: Table of the layer.
+            sequence: Sequence in the table.
+            seen: Tokens of the sequence.
+            kept: Tokens, sinks left out, that every layer keeps whatever the method is; layers share the rest.
 
         Raises:
             BudgetError: kept tokens leave less than the method protects.
@@ -71,14 +79,14 @@ class LayerBudgets:
         layers = self._policy.layers
         if isinstance(layers, PromptLayers):
             layers = self._decide(layers, layer, sequence)
-        most = [min(seen, max(window - 1, 1) if window else seen) for window in self._windows]
-        least = self._policy.protect.minimum()
+        max_entries = [min(seen, max(window - 1, 1) if window else seen) for window in self._windows]
+        min_entries = self._policy.protect.minimum()
         average = self._average(table, seen, kept)
-        most = [max(entries - kept, least) for entries in most] if kept else most
-        return split_budget(layers, average - kept, least, most)[layer] + kept
+        max_entries = [max(entries - kept, min_entries) for entries in max_entries] if kept else max_entries
+        return split_budget(layers, average - kept, min_entries, max_entries)[layer] + kept
 
     def _decide(self, layers: PromptLayers, layer: int, sequence: int) -> LayerAllocation:
-        """What the first layer decides when its turn to plan comes, the others follow.
+        """Return the allocation that the first layer decides when it plans; the others follow.
 
         Raises:
             OptionError: the first layer plans before the others have read the prompt.
@@ -95,17 +103,20 @@ class LayerBudgets:
         return self._decided[sequence]
 
     def _average(self, table: PageTable, seen: int, kept: int = 0) -> int:
-        """Entries per KV head on average over the layers."""
+        """Return the entries per KV head on average over the layers."""
         assert self.budget is not None
-        entries = self._asked(table, seen, floor=not kept)
-        least = self._policy.protect.minimum()
-        if kept and entries - kept < least:
-            raise BudgetError(f"budget {self.budget}: {kept_beyond_budget(kept, least, entries)}")
-        self._tell_of_few(entries - kept, seen - kept)
+        entries = self._requested_entries(table, seen, floor=not kept)
+        min_entries = self._policy.protect.minimum()
+        if kept and entries - kept < min_entries:
+            raise BudgetError(f"budget {self.budget}: {kept_beyond_budget(kept, min_entries, entries)}")
+        self._warn_of_few(entries - kept, seen - kept)
         return entries
 
-    def _asked(self, table: PageTable, seen: int, floor: bool = True) -> int:
-        """What the budget means for a sequence of `seen` tokens; with `floor` a share is at least what is protected."""
+    def _requested_entries(self, table: PageTable, seen: int, floor: bool = True) -> int:
+        """Return the budget of a sequence of `seen` tokens in entries per KV head.
+
+        With `floor` a share is at least what is protected.
+        """
         assert self.budget is not None
         if self.budget.kind == "bytes":
             entries = self._entries_of_bytes(table, int(self.budget.amount))
@@ -117,29 +128,29 @@ class LayerBudgets:
                 )
             return entries
         entries = self.budget.entries(seen)
-        least = self._policy.protect.minimum()
-        if floor and self.budget.kind == "ratio" and entries < least:
+        min_entries = self._policy.protect.minimum()
+        if floor and self.budget.kind == "ratio" and entries < min_entries:
             self._warn(
                 BudgetFloorWarning,
-                f"{self.budget} of a prompt of {seen} tokens is {entries} entries, fewer than the {least} that "
-                f"the method protects; keeping {least}",
+                f"{self.budget} of a prompt of {seen} tokens is {entries} entries, fewer than the {min_entries} that "
+                f"the method protects; keeping {min_entries}",
             )
-            return least
+            return min_entries
         return entries
 
-    def _tell_of_few(self, entries: int, seen: int) -> None:
-        """Warn where `entries` per KV head of `seen` tokens are too few for answers, or for the score to choose any."""
+    def _warn_of_few(self, entries: int, seen: int) -> None:
+        """Warn if `entries` per KV head of `seen` tokens are too few for answers or for the score."""
         protect = self._policy.protect
-        held = protect.sinks + protect.newest(entries)
+        protected = protect.sinks + protect.newest(entries)
         if entries >= seen:
             return
-        if self._policy.score is not None and not isinstance(self._policy.score, Recency) and held >= entries:
+        if self._policy.score is not None and not isinstance(self._policy.score, Recency) and protected >= entries:
             self._warn(
                 FewEntriesWarning,
                 f"of {entries} entries per KV head {protect.sinks} are sinks and the rest the newest, so that the "
                 "method's score chooses none; raise the budget, or lower sinks or recent",
             )
-        elif entries < FEW:
+        elif entries < FEW_ENTRIES:
             self._warn(
                 FewEntriesWarning,
                 f"budget {self.budget}: of {seen} tokens {entries} entries per KV head stay, so few that answers of "
@@ -147,7 +158,7 @@ class LayerBudgets:
             )
 
     def _warn(self, kind: type[Warning], text: str) -> None:
-        """Once of each kind."""
+        """Warn once of each kind."""
         if kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(text, kind, stacklevel=2)
@@ -172,58 +183,56 @@ class LayerBudgets:
         (quantized,) = table.packed_parts
         if not self._policy.heads_alike:
             return max(self._uneven_with_codes(table, quantized, amount))
-        never_quantized = min(plain, _most_plain(quantized) - 1)
+        never_quantized = min(plain, _max_plain(quantized) - 1)
         return max(never_quantized, self._entries_with_codes(table, quantized, amount))
 
     def _uneven_with_codes(self, table: PageTable, quantized: QuantizedStore, amount: int) -> tuple[int, int]:
-        """Entries per KV head, on average, of heads of any lengths: where all may fill plain pages, and where not.
+        """Return entries per KV head, on average, of heads of any lengths.
 
-        An entry takes what it costs as a number, or twice what it costs as a code, because of tombstones.
+        The first number holds if all may fill plain pages, the second if not. An entry takes its bytes as a number, or
+        twice its bytes as a code, because of tombstones.
         """
         plain_page, packed_page = table.pool.page_bytes + 4, quantized.pool.page_bytes + 4
-        room = amount // (len(self._windows) * table.n_regions) - 20 - 2 * packed_page
-        each = max(plain_page / table.pool.slots, 2 * packed_page / quantized.slots)
-        anyhow = int((room - plain_page) / each) - self._policy.plan_every
-        full = -(-(_most_plain(quantized) + self._policy.plan_every) // table.pool.slots) * plain_page
-        return anyhow, (room - full) // (2 * packed_page) * quantized.slots
+        free_bytes = amount // (len(self._windows) * table.n_regions) - 20 - 2 * packed_page
+        entry_bytes = max(plain_page / table.pool.slots, 2 * packed_page / quantized.slots)
+        all_plain = int((free_bytes - plain_page) / entry_bytes) - self._policy.plan_every
+        plain_bytes = -(-(_max_plain(quantized) + self._policy.plan_every) // table.pool.slots) * plain_page
+        return all_plain, (free_bytes - plain_bytes) // (2 * packed_page) * quantized.slots
 
     def _entries_with_codes(self, table: PageTable, quantized: QuantizedStore, amount: int) -> int:
-        """Entries per KV head where the newest lie in plain pages and the others as codes; 0 where these do not fit.
+        """Return entries per KV head if the newest are plain and the others codes; 0 if none fit.
 
         Evictions while decoding leave tombstones, at most as many as entries before their pages are freed.
         """
-        most = _most_plain(quantized)
-        plain = -(-(most + self._policy.plan_every) // table.pool.slots) * (table.pool.page_bytes + 4)
-        room = amount // (len(self._windows) * table.n_regions) - 20 - plain
-        pages = room // (quantized.pool.page_bytes + 4)
+        max_plain = _max_plain(quantized)
+        plain_bytes = -(-(max_plain + self._policy.plan_every) // table.pool.slots) * (table.pool.page_bytes + 4)
+        free_bytes = amount // (len(self._windows) * table.n_regions) - 20 - plain_bytes
+        pages = free_bytes // (quantized.pool.page_bytes + 4)
         if pages < 1:
             return 0
-        return int(max(pages - 2, 0) // 2) * quantized.slots + most - quantized.slots
+        return int(max(pages - 2, 0) // 2) * quantized.slots + max_plain - quantized.slots
 
     def _entries_by_age(self, table: PageTable, amount: int) -> int:
-        """Entries per KV head, on average, whose tiers by age take at most `amount` bytes; 0 where none do.
+        """Return entries per KV head, on average, whose tiers by age take at most `amount` bytes.
 
-        An entry takes what it costs as a number, or twice what it costs in its tier, because of tombstones.
+        It is 0 if none do. An entry takes its bytes as a number, or twice its bytes in its tier, because of tombstones.
         """
         parts, pool = table.packed_parts, table.pool
-        room = amount // (len(self._windows) * table.n_regions) - 12 - 8 * len(parts)
+        free_bytes = amount // (len(self._windows) * table.n_regions) - 12 - 8 * len(parts)
 
         def fits(n: int) -> bool:
             plain = parts[0].codec.newest(n) + parts[0].slots + self._policy.plan_every + pool.slots
-            cost = plain / pool.slots * (pool.page_bytes + 4)
+            needed_bytes = plain / pool.slots * (pool.page_bytes + 4)
             for part, after in zip(parts, [*parts[1:], None], strict=True):
-                held = n if after is None else after.codec.newest(n) - part.codec.newest(n) + part.slots + after.slots
-                cost += (2 * held / part.slots + 2) * (part.pool.page_bytes + 4)
-            return cost <= room
+                n_entries = (
+                    n if after is None else after.codec.newest(n) - part.codec.newest(n) + part.slots + after.slots
+                )
+                needed_bytes += (2 * n_entries / part.slots + 2) * (part.pool.page_bytes + 4)
+            return needed_bytes <= free_bytes
 
-        return bisect.bisect_left(range(room), True, key=lambda n: not fits(n + 1)) if room > 0 else 0
+        return bisect.bisect_left(range(free_bytes), True, key=lambda n: not fits(n + 1)) if free_bytes > 0 else 0
 
 
-def _most_plain(quantized: QuantizedStore) -> int:
-    """Entries as they are at which a page of codes is made."""
+def _max_plain(quantized: QuantizedStore) -> int:
+    """Return the number of plain entries at which a page of codes is made."""
     return quantized.codec.sinks + quantized.codec.residual + quantized.slots
-
-
-def within(policy: Policy, budget: Budget | None) -> Policy:
-    """The policy under a budget: one in bytes bounds what grows while decoding too."""
-    return replace(policy, bounded=True) if budget is not None and budget.kind == "bytes" else policy

@@ -24,21 +24,24 @@ STATE_ONLY, NEITHER = {"linear_attention", "conv"}, {"moe", "mlp"}
 RESTARTING = {"jamba", "zamba"}
 #: Families whose layers rotate only where they have a sliding window, in a model that has such layers.
 ROTATE_IN_WINDOWS = {"cohere2", "exaone4", "afmoe"}
-#: What model families call the last linear map of their attention.
+#: Names in model families of the last linear map of their attention.
 PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
-#: What configurations call the ids of tokens that stand for pictures and films.
+#: Names in configurations of the ids of tokens for pictures and films.
 IMAGE_IDS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 
 
 class LatentShape(NamedTuple):
-    """What a layer stores of a token where it expands latents (MLA): the latent, and a rotated part."""
+    """Numbers that a layer of latents (MLA) stores of a token: the latent and a rotated part."""
 
     latent_dim: int
     rope_dim: int
 
 
 class OutputProjection(NamedTuple):
-    """Where the last linear map of an attention layer is: looked up when it is used, since it may be replaced."""
+    """Name and parent of the last linear map of an attention layer.
+
+    It is looked up when it is used, since it may be replaced.
+    """
 
     module: nn.Module
     name: str
@@ -46,32 +49,44 @@ class OutputProjection(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelProfile:
-    """A model as it is when `of` reads it. Made for one call and passed down; nothing keeps it after the call.
+    """Properties of a model at the moment when `of` reads it.
 
-    Configurations and modules change in place, and to see that they have not takes the same walk over the modules, so
-    no reading is stored: one of a model of 30 layers takes 1 ms.
+    It is made for one call and passed down; nothing keeps it after the call. Configurations and modules change in
+    place, and to see that they have not takes the same walk over the modules, so no reading is stored: one of a model
+    of 30 layers takes 1 ms.
 
     Attributes:
-        name: of the model's class. config: of its language side. outer_type: model type of the whole.
-        modules: whose calls begin or belong to a pass: the model, and inside it the decoders of the language side,
-            outermost first. decoders: of these, the ones that have the language side's configuration.
-        depth: layers of all kinds. n_layers: those with attention, whose entries a cache holds; 0 where the
-            configuration names none. What is said of each layer is said of these, numbered from 0.
-        attending: numbers that these have in the model. shared: number of a layer that has no keys of its own -> of the
-            attending layer whose entries it reads; such a layer holds nothing and is not among them. state_layers:
-            numbers of the layers that hold recurrent or convolution states, in a hybrid; a layer may be both. restarts:
-            these begin at zero in each pass of several tokens, so that only the first pass may have several.
-        n_heads: query heads; 0 where none is named, or each layer has its own number.
-        layer_types: kind of each layer. windows: of each layer, the positions that a query sees, its own among them;
-            0 for all. sliding: whether the configuration names a window at all.
-        latent: what is stored of a token in place of keys and values (MLA); None: keys and values.
-        rotary: the module that makes cosines and sines for (x, position_ids). apply_rotary: what its
-            attention turns queries and keys by. unrotated: layers that do without, in a model where others rotate.
-        position_limit: tokens that the model has positions for; None where its configuration sets no limit.
-        vocabulary: tokens that it knows. begin_tokens, end_tokens: ids that open and end a text.
-        image_ids: of tokens that stand for pictures and films. takes_images: the language side is one part of several.
-        arguments: names that its `forward` takes.
-        output_projections: by layer.
+        name: Name of the model's class.
+        config: Configuration of its language side.
+        outer_type: Model type of the whole.
+        modules: Modules whose calls begin or belong to a pass: the model, and inside it the decoders of the language
+            side, outermost first.
+        decoders: Those of them that have the language side's configuration.
+        depth: Layers of all kinds.
+        n_layers: Layers with attention, whose entries a cache holds; 0 if the configuration names none. Attributes of
+            each layer are of these, numbered from 0.
+        attending: Numbers that these have in the model.
+        shared: For the number of a layer without keys of its own, the number of the attending layer whose entries it
+            reads; such a layer holds nothing and is not among the attending ones.
+        state_layers: Numbers of the layers that hold recurrent or convolution states, in a hybrid; a layer may be both.
+        restarts: Whether these begin at zero in each pass of several tokens, so that only the first pass may have
+            several.
+        n_heads: Query heads; 0 if none is named, or each layer has its own number.
+        layer_types: Kind of each layer.
+        windows: Positions that a query of each layer sees, its own among them; 0 for all.
+        sliding: Whether the configuration names a window at all.
+        latent: Numbers stored of a token in place of keys and values (MLA); None for keys and values.
+        rotary: Module that computes cosines and sines for (x, position_ids).
+        apply_rotary: Function by which its attention rotates queries and keys.
+        unrotated: Layers that do not rotate, in a model where others do.
+        position_limit: Tokens that the model has positions for; None if its configuration sets no limit.
+        vocabulary: Number of tokens that it knows.
+        begin_tokens: Ids that begin a text.
+        end_tokens: Ids that end a text.
+        image_ids: Ids of tokens for pictures and films.
+        takes_images: Whether the language side is one part of several.
+        arguments: Names of the parameters of its `forward`.
+        output_projections: Output projection by layer.
     """
 
     name: str
@@ -106,8 +121,8 @@ class ModelProfile:
     def of(cls, model: PreTrainedModel) -> ModelProfile:
         """Read a model, also one that Millpond does not run on."""
         config: PreTrainedConfig = model.config.get_text_config(decoder=True)
-        every = list(model.modules())
-        decoders = tuple(m for m in every if isinstance(m, PreTrainedModel) and m.config is config)
+        all_modules = list(model.modules())
+        decoders = tuple(m for m in all_modules if isinstance(m, PreTrainedModel) and m.config is config)
         modules: tuple[nn.Module, ...] = tuple(dict.fromkeys([model, *decoders]))
         depth = int(named(config, "num_hidden_layers") or 0)
         kinds = tuple(named(config, "layer_types") or [FULL] * depth)
@@ -135,8 +150,8 @@ class ModelProfile:
             sliding=bool(named(config, "sliding_window")),
             latent=_latent(config),
             rotary=_rotary(decoders),
-            apply_rotary=_apply_rotary(every),
-            unrotated=frozenset(nth[number] for number in _unrotated(every, config, kinds) if number in nth),
+            apply_rotary=_apply_rotary(all_modules),
+            unrotated=frozenset(nth[number] for number in _unrotated(all_modules, config, kinds) if number in nth),
             position_limit=getattr(config, "max_position_embeddings", None),
             vocabulary=int(getattr(config, "vocab_size", None) or 0),
             begin_tokens=_ids(getattr(config, "bos_token_id", None)),
@@ -144,12 +159,12 @@ class ModelProfile:
             image_ids=frozenset(i for i in (getattr(model.config, n, None) for n in IMAGE_IDS) if isinstance(i, int)),
             takes_images=config is not model.config,
             arguments=frozenset(inspect.signature(model.forward).parameters),
-            output_projections={nth[number]: place for number, place in projections.items() if number in nth},
+            output_projections={nth[number]: projection for number, projection in projections.items() if number in nth},
         )
 
 
 def named(config: PreTrainedConfig, field: str) -> Any:
-    """What a configuration says of all layers; None where it says nothing, or each layer has its own."""
+    """Return a field of a configuration; None if it is missing, or each layer has its own."""
     try:
         return getattr(config, field, None)
     except RuntimeError:
@@ -157,7 +172,7 @@ def named(config: PreTrainedConfig, field: str) -> Any:
 
 
 def _shared(config: PreTrainedConfig, kinds: tuple[str, ...]) -> dict[int, int]:
-    """Layers that read the keys of the last layer of their kind that has some, where a configuration says so.
+    """Return which layers read the keys of the last layer of their kind that has some.
 
     Raises:
         UnsupportedModelError: some do, and this version of transformers does not say which.
@@ -198,19 +213,19 @@ def _rotary(decoders: Sequence[nn.Module]) -> nn.Module | None:
     for decoder in decoders:
         for name, module in decoder.named_modules():
             if name.split(".")[-1] == "rotary_emb":
-                found: nn.Module = module
-                return found
+                rotary: nn.Module = module
+                return rotary
     return None
 
 
 def _apply_rotary(modules: Sequence[nn.Module]) -> Callable[..., Any] | None:
     for module in modules:
         if type(module).__name__.endswith("Attention"):
-            found: Callable[..., Any] | None = getattr(
+            apply_rotary: Callable[..., Any] | None = getattr(
                 sys.modules[type(module).__module__], "apply_rotary_pos_emb", None
             )
-            if found is not None:
-                return found
+            if apply_rotary is not None:
+                return apply_rotary
     return None
 
 
@@ -225,22 +240,22 @@ def _unrotated(modules: Sequence[nn.Module], config: PreTrainedConfig, types: tu
 
 
 def _layer(module: nn.Module) -> int | None:
-    """The number that the modules of an attention layer have."""
+    """Return the number that the modules of an attention layer have."""
     # getattr looks for it in parameters and modules too, and takes 20 times as long
     index = vars(module).get("layer_idx")
     return index if isinstance(index, int) else None
 
 
 def _output_projections(decoder: nn.Module, kinds: tuple[str, ...]) -> dict[int, OutputProjection]:
-    found: dict[int, OutputProjection] = {}
+    projections: dict[int, OutputProjection] = {}
     for module in decoder.modules():
         index = _layer(module)
         if index is None or (kinds[index : index + 1] and kinds[index] in BOTH and not _attends(module)):
             continue
         name = next((name for name in PROJECTIONS if isinstance(getattr(module, name, None), nn.Module)), None)
         if name is not None:
-            found[index] = OutputProjection(module, name)
-    return found
+            projections[index] = OutputProjection(module, name)
+    return projections
 
 
 def _attends(module: nn.Module) -> bool:
@@ -249,18 +264,21 @@ def _attends(module: nn.Module) -> bool:
 
 
 def _end_tokens(*configs: Any) -> tuple[int, ...]:
-    found = (getattr(config, "eos_token_id", None) for config in configs)
-    return _ids(next((ids for ids in found if ids is not None), None))
+    end_tokens = (getattr(config, "eos_token_id", None) for config in configs)
+    return _ids(next((ids for ids in end_tokens if ids is not None), None))
 
 
-def _ids(found: Any) -> tuple[int, ...]:
-    if found is None:
+def _ids(ids: Any) -> tuple[int, ...]:
+    if ids is None:
         return ()
-    return tuple(found) if isinstance(found, list | tuple) else (found,)
+    return tuple(ids) if isinstance(ids, list | tuple) else (ids,)
 
 
 def entry_dims(profile: ModelProfile) -> list[tuple[int, int]] | None:
-    """Channels of a key and of a value in the layers, as the configuration says; None: it does not, or latents."""
+    """Return the channels of a key and of a value in the layers by the configuration.
+
+    None if it does not name them, or for latents.
+    """
     config = profile.config
     hidden = named(config, "hidden_size")
     key = named(config, "head_dim") or (hidden // profile.n_heads if hidden and profile.n_heads else None)

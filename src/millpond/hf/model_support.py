@@ -1,4 +1,4 @@
-"""Model support: which models run on a Millpond cache, and why others cannot."""
+"""Model support: which models run on a Millpond cache, why others cannot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BYPASS = {
     "ctrl",
     "xlnet",
 }
-#: Types that nothing in their configuration tells from those that run, and what keeps them from it.
+#: Types whose configuration looks like those of models that run, and why they do not.
 REFUSED = {
     "diffllama": "attends to the keys of each layer twice, and a cache follows one attention per layer",
     "diffusion_gemma": "writes blocks of text by diffusion, whose tokens see ahead",
@@ -41,9 +41,10 @@ LAYER_TYPES = {FULL, "sliding_attention"} | set(BOTH) | STATE_ONLY | NEITHER
 
 
 def unwrapped(model: Any) -> Any:
-    """The transformers model inside what PEFT or `torch.compile` has wrapped around it; all else as it is.
+    """Return the transformers model inside a wrapper of PEFT or `torch.compile`.
 
-    Its adapters lie inside the model, so a PEFT model's `generate` goes through it and uses its cache.
+    Anything else is returned as it is. The adapters are inside the model, so a PEFT model's `generate` goes through it
+    and uses its cache.
 
     Raises:
         UnsupportedModelError: a wrapper that passes keys and values of its own, or one that spreads the model.
@@ -67,7 +68,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def supported(model: PreTrainedModel) -> ModelProfile:
-    """What is to be known of a model that Millpond runs on.
+    """Return the profile of a model that Millpond runs on.
 
     Raises:
         UnsupportedModelError: the model's attention cannot be replaced; the message says which part and why.
@@ -103,10 +104,10 @@ def supported(model: PreTrainedModel) -> ModelProfile:
         raise UnsupportedModelError(
             f"{name} chooses what it attends to with an indexer of its own, whose cache would not follow an eviction"
         )
-    others = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
-    if others:
+    unknown_types = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
+    if unknown_types:
         raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(sorted(others))}, whose cache is not a list of entries"
+            f"{name} has layers of type {', '.join(sorted(unknown_types))}, whose cache is not a list of entries"
         )
     if profile.depth and not profile.attending:
         raise UnsupportedModelError(

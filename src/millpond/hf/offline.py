@@ -1,4 +1,4 @@
-"""Patterns and filters computed from a model before it is used, and kept in a file (MInference, Q-Filters)."""
+"""Patterns and filters computed from a model before it is used, and stored in a file (MInference, Q-Filters)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from millpond.methods.qfilters import query_directions
 from millpond.models.cache_argument import cache_argument
 from millpond.policy.needs import BLOCK, HeadPrompt, Pattern
 
-#: What the search chooses from: kind and two numbers. A query reads some 800 entries with each.
+#: Candidates of the search: kind and two numbers. A query reads some 800 entries with each.
 CANDIDATES = (
     ("a_shape", 100, 800),
     ("vertical_slash", 30, 800),
@@ -45,13 +45,18 @@ def find_patterns(
     candidates: Sequence[tuple[str, int, int]] = CANDIDATES,
     after: int = 2500,
 ) -> None:
-    """Find for each head the pattern that keeps most attention, for `compress(model, "minference", patterns=path)`.
+    """Find the pattern of each head that keeps most attention, and write them to a file.
 
-    The attention of the queries behind position `after` that falls on what they would read is averaged for every
-    candidate; the first of the best is written, with that number. Layers with a sliding window are left out.
+    The file is for `compress(model, "minference", patterns=path)`. The attention of the queries after position `after`
+    that falls on what they would read is averaged for every candidate; the first of the best is written, with that
+    number. Layers with a sliding window are left out.
 
     Args:
-        ids: (1, n) of a long text without pads. path: a JSON file.
+        model: Model to measure.
+        ids: Ids of a long text without pads, (1, n).
+        path: Path of the JSON file.
+        candidates: Kind and two numbers of each pattern to choose from.
+        after: Position of the first query that counts.
 
     Raises:
         OptionError: the text ends before `after`, there is more than one, or a candidate is no pattern.
@@ -67,9 +72,9 @@ def find_patterns(
         for head in range(0 if shape.window else q.shape[1]):
             sink = None if shape.sink_logits is None else shape.sink_logits[head]
             prompt = HeadPrompt(q[0, head], k[0, head // group], shape.scale, shape.softcap, sink)
-            kept = [share_kept(prompt, pattern, after) for pattern in patterns]
-            best = kept.index(max(kept))
-            layers[layer][str(head)] = (*candidates[best], kept[best])
+            shares = [share_kept(prompt, pattern, after) for pattern in patterns]
+            best = shares.index(max(shares))
+            layers[layer][str(head)] = (*candidates[best], shares[best])
 
     with torch.no_grad(), compress(model, "full") as cache:
         cache.watch(observe)
@@ -78,7 +83,10 @@ def find_patterns(
 
 
 def share_kept(prompt: HeadPrompt, pattern: Pattern, after: int) -> float:
-    """The mean over the queries from position `after` on: the attention that falls on what they read."""
+    """Return the share of attention that falls on what queries read with a pattern.
+
+    It is the mean over the queries from position `after` on.
+    """
     look, n, total = pattern.look(prompt), len(prompt.k), 0.0
     for begin in range(prompt.first, n, BLOCK):
         end = min(begin + BLOCK, n)
@@ -105,7 +113,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class _Running(threading.local):
-    """What this thread reads."""
+    """Call of `read_later` that runs in this thread."""
 
     attend: Attend | None = None
     layer: int = 0
@@ -115,9 +123,10 @@ _running = _Running()
 
 
 def read_later(model: PreTrainedModel, ids: Tensor, begin: int, attend: Attend) -> Tensor:
-    """(m, vocabulary) logits of the tokens ids (m,) from position `begin` on; gradients flow through `attend`.
+    """Return the logits of tokens ids (m,) from position `begin` on, (m, vocabulary).
 
-    The weights of the model are constants. No cache is used, so `attend` says all that these tokens see.
+    Gradients flow through `attend`. The weights of the model are constants. No cache is used, so `attend` determines
+    all that these tokens see.
 
     Raises:
         UnsupportedModelError: an attention that is given more than queries, keys and values, or that never came.
@@ -128,12 +137,12 @@ def read_later(model: PreTrainedModel, ids: Tensor, begin: int, attend: Attend) 
     if NAME not in AttentionInterface._global_mapping:
         AttentionInterface.register(NAME, _attention)
         AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
-    places = torch.arange(begin, begin + len(ids), device=model.device)
+    positions = torch.arange(begin, begin + len(ids), device=model.device)
     undo = switch(profile.config, NAME)
     _running.attend, _running.layer = attend, 0
     try:
         with _constant(model):
-            out = model(input_ids=ids[None].to(model.device), position_ids=places[None], use_cache=False)
+            out = model(input_ids=ids[None].to(model.device), position_ids=positions[None], use_cache=False)
         if _running.layer != profile.n_layers:
             raise UnsupportedModelError(
                 f"{profile.name} has {profile.n_layers} layers with attention, and {_running.layer} of them use "
@@ -148,7 +157,7 @@ def read_later(model: PreTrainedModel, ids: Tensor, begin: int, attend: Attend) 
 
 @contextmanager
 def _constant(model: PreTrainedModel) -> Iterator[None]:
-    """Inside it the weights of the model take no gradients."""
+    """Keep the weights of the model from taking gradients inside the block."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -169,7 +178,10 @@ def _attention(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer by the function of the running call. Shapes as in transformers."""
+    """Return the attention of one layer by the function of the running call.
+
+    Shapes are as in transformers.
+    """
     assert _running.attend is not None, "the model is switched for one call"
     if dropout or position_bias is not None:
         raise UnsupportedModelError(
@@ -182,19 +194,21 @@ def _attention(
 
 
 def save_filters(cache: MillpondCache, path: str | Path) -> None:
-    """Write the filters of all prompts of a cache's batch, for `compress(model, "qfilters", filters=path)`.
+    """Write the filters of all prompts of a cache's batch to a file.
+
+    The file is for `compress(model, "qfilters", filters=path)`.
 
     Args:
-        cache: of the method qfilters, after its prompts.
-        path: a .safetensors file, of float32 numbers (layers, KV heads, head size).
+        cache: Cache of the method qfilters, after its prompts.
+        path: Path of the .safetensors file, of float32 numbers (layers, KV heads, head size).
 
     Raises:
         CacheMismatchError: the cache has seen no prompt, or its method finds no filters.
     """
-    found = []
+    filters = []
     for layer_cache in cache.layer_caches:
         total = layer_cache.moments(0)
         for sequence in range(1, cache.tracker.n_seq):
             total = total + layer_cache.moments(sequence)
-        found.append(query_directions(total, layer_cache.stored.shape[1]).float().cpu())
-    save_file({"q_filters": torch.stack(found)}, path)
+        filters.append(query_directions(total, layer_cache.stored.shape[1]).float().cpu())
+    save_file({"q_filters": torch.stack(filters)}, path)

@@ -1,6 +1,6 @@
-"""Long prompts of `generate()` in parts: activations of one part at a time, with the result of the whole.
+"""Long prompts of `generate()` in parts: activations of one part at a time, with the result of an uncut prompt.
 
-A plan for what is kept waits for the last part, as it would for the end of one pass.
+A plan of the kept entries waits for the last part, as it would for the end of one pass.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from millpond.policy.policy import Policy
 #: Tokens of a part, at the most.
 PART = 512
 #: Prompts up to this length are read as a whole: parts of 1,536 tokens took 5 % longer (bf16, a CPU), of 4,096 none.
-WHOLE = 2048
+UNCUT = 2048
 #: Tensor arguments of generate() that can be cut where the ids are.
 _CUT = {"input_ids", "inputs", "attention_mask", *CACHE_ARGUMENTS}
 #: Whether `generate` of the installed transformers cuts what is new of a later turn; before 5.21 it cuts the whole.
 CUTS_LATER_TURNS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 21)
 #: Methods of GenerationMixin that cut prompts; a model that has its own may do otherwise.
-_OWN = ("generate", "_prefill")
+_CUTTING_METHODS = ("generate", "_prefill")
 #: Settings of generate() under which a prompt is read otherwise, or its pass is observed.
-_OTHERWISE = (
+_OTHER_READERS = (
     "prefill_chunk_size",
     "assistant_model",
     "prompt_lookup_num_tokens",
@@ -43,19 +43,20 @@ _OTHERWISE = (
 
 
 class PromptCut(NamedTuple):
-    """How a prompt is read: tokens of a pass, and the columns behind its last."""
+    """How a prompt is read: tokens of a pass, and the columns after its last."""
 
     size: int
     end: int
 
 
 class PromptParts:
-    """Whether layers are in the middle of a prompt that is read in parts.
+    """State of a prompt that is read in parts.
 
     Args:
-        policy: what is kept. layer_caches: the layers.
-        stays: a plan evicts nothing and stores all as the model made it, so it frees nothing.
-        limited: there is a limit of bytes, which entries that wait for a plan may not fit.
+        policy: Policy of the cache.
+        layer_caches: Caches of the layers.
+        stays: Whether a plan evicts nothing and stores all as the model made it, so that it frees nothing.
+        limited: Whether there is a limit of bytes, which entries that wait for a plan may not fit.
     """
 
     def __init__(self, policy: Policy, layer_caches: Sequence[LayerCache], *, stays: bool, limited: bool) -> None:
@@ -64,11 +65,14 @@ class PromptParts:
         self._end = 0  # columns after the prompt; 0: none is read in parts
 
     def waits(self, columns: int) -> bool:
-        """Whether more of a prompt comes behind `columns` columns."""
+        """Whether more of a prompt comes after `columns` columns."""
         return columns < self._end
 
     def expected(self, sequence: int, seen: int) -> int:
-        """Tokens that a sequence of `seen` tokens will have at the prompt's end, as far as it is known."""
+        """Return the tokens that a sequence of `seen` tokens will have at the prompt's end.
+
+        It is `seen` if the end is not known.
+        """
         if not self._end:
             return seen
         tracker = self._layer_caches[0].tracker
@@ -76,15 +80,15 @@ class PromptParts:
         return max(seen, self._end - pads)
 
     def end(self) -> bool:
-        """No more parts come; whether there were any."""
-        had, self._end = self._end > 0, 0
-        for layer_cache in self._layer_caches if had else ():
+        """End the parts; return whether there were any."""
+        had_parts, self._end = self._end > 0, 0
+        for layer_cache in self._layer_caches if had_parts else ():
             layer_cache.reading = False
-        return had
+        return had_parts
 
     @contextmanager
     def reading(self, end: int) -> Iterator[None]:
-        """Until `end` columns are read, or the block ends, plans wait."""
+        """Let plans wait until `end` columns are read, or the block ends."""
         self._end = end
         for layer_cache in self._layer_caches:
             layer_cache.reading = True
@@ -95,12 +99,12 @@ class PromptParts:
 
 
 def part_size(model: PreTrainedModel, parts: PromptParts, n_tokens: int) -> int | None:
-    """Tokens of each pass in which the model best reads a prompt of `n_tokens`; None: all in one.
+    """Return the tokens of each pass of a prompt of `n_tokens` tokens; None for one pass.
 
-    Prompts are read whole on a GPU, by methods and models whose result depends on where a prompt is cut, and where
-    the entries that wait for a plan would take more than a pass of the whole, or might not fit a limit.
+    Prompts are read in one pass on a GPU, by methods and models whose result depends on where a prompt is cut, and if
+    the entries that wait for a plan would take more than one pass of the prompt, or might not fit a limit.
     """
-    if n_tokens <= WHOLE or model.device.type != "cpu":
+    if n_tokens <= UNCUT or model.device.type != "cpu":
         return None
     profile = ModelProfile.of(model)
     if not _may_be_cut(model, profile, parts.policy):
@@ -117,16 +121,22 @@ def part_size(model: PreTrainedModel, parts: PromptParts, n_tokens: int) -> int 
 def part_of_generate(
     model: PreTrainedModel, parts: PromptParts, columns: int, ids: Any, config: Any, kwargs: dict[str, Any]
 ) -> PromptCut | None:
-    """How a call of `generate` best reads its prompt `ids` (S, n); None: all in one pass.
+    """Return how a call of `generate` best reads its prompt; None for one pass.
 
-    columns: those that the cache has read. config, kwargs: settings of the call.
+    Args:
+        model: Model of the call.
+        parts: State of the cache's prompt.
+        columns: Columns that the cache has read.
+        ids: Ids of the prompt, (S, n).
+        config: Generation config of the call.
+        kwargs: Keyword arguments of the call.
     """
     if not isinstance(ids, Tensor) or ids.ndim != 2 or (columns and (len(ids) > 1 or not CUTS_LATER_TURNS)):
         return None
-    if "prefill_chunk_size" in kwargs or any(kwargs.get(name, getattr(config, name, None)) for name in _OTHERWISE):
+    if "prefill_chunk_size" in kwargs or any(kwargs.get(name, getattr(config, name, None)) for name in _OTHER_READERS):
         return None
-    others = [value for name, value in kwargs.items() if name not in _CUT]
-    if any(isinstance(value, Tensor) for value in others) or model.config.output_hidden_states:
+    other_arguments = [argument for name, argument in kwargs.items() if name not in _CUT]
+    if any(isinstance(argument, Tensor) for argument in other_arguments) or model.config.output_hidden_states:
         return None
     mask = kwargs.get("attention_mask")
     only_new = isinstance(mask, Tensor) and mask.shape[1] > ids.shape[1]
@@ -136,10 +146,14 @@ def part_of_generate(
 
 
 def check_uncut(policy: Policy, columns: int, ids: Any, config: Any, kwargs: dict[str, Any]) -> None:
-    """
+    """Check that a call of `generate` does not cut a prompt that must be read uncut.
+
     Args:
-        columns: those that the cache has read. ids: (S, n), the prompts of a call of `generate`. config, kwargs: its
-            settings.
+        policy: Policy of the cache.
+        columns: Columns that the cache has read.
+        ids: Ids of the prompts of the call, (S, n).
+        config: Generation config of the call.
+        kwargs: Keyword arguments of the call.
 
     Raises:
         OptionError: the call would cut a prompt, and its method takes it uncut, or transformers would read it again.
@@ -160,15 +174,20 @@ def check_uncut(policy: Policy, columns: int, ids: Any, config: Any, kwargs: dic
 
 
 def _may_be_cut(model: PreTrainedModel, profile: ModelProfile, policy: Policy) -> bool:
-    """Whether it changes nothing where a prompt is cut."""
+    """Whether the result does not depend on where a prompt is cut."""
     if policy.needs.whole_prompt or policy.prefill == "greedy":
         return False
-    own_way = any(getattr(type(model), name, None) is not getattr(GenerationMixin, name, None) for name in _OWN)
-    return not (own_way or profile.takes_images or profile.restarts or changes_with_length(profile))
+    reads_otherwise = any(
+        getattr(type(model), name, None) is not getattr(GenerationMixin, name, None) for name in _CUTTING_METHODS
+    )
+    return not (reads_otherwise or profile.takes_images or profile.restarts or changes_with_length(profile))
 
 
 def _pays(profile: ModelProfile) -> bool:
-    """Whether the entries of all layers, which wait for the plan, take less than a pass of as many tokens."""
+    """Whether the entries of all layers take less memory than a pass of as many tokens.
+
+    They wait for the plan.
+    """
     config: Any = profile.config
     width = config.hidden_size
     if profile.latent is not None:

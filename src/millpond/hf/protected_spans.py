@@ -52,7 +52,10 @@ def protect_spans(
 
 
 def _mark(tracker: PositionTracker, marks: TextMarks[AnySpan], spans: Sequence[AnySpan], sequence: int | None) -> None:
-    """Add spans, whose tuples begin with their places, to those of the prompt or of what follows it."""
+    """Add spans to those of the next prompt, or of later text.
+
+    Their tuples begin with their bounds.
+    """
     if not tracker.n_seq:
         marks.expect(spans, sequence)
         return

@@ -18,16 +18,18 @@ from millpond.hf.tokens_read import TextRead
 
 
 class LayerCaches(Protocol):
-    """The state of all layers of one cache.
+    """State of all layers of one cache.
 
     Attributes:
-        tracker: tokens seen.
-        draft_rollback: drafts that may be taken back.
-        text: the ids of every column that was read.
-        filled_inside: whether what it holds was read by `generate` inside its `with` block.
-        passes: hooks on the model's passes. dtype: of the model.
-        parts: of a prompt that is read in several passes. states: of the layers that hold some, in a hybrid.
-        shared_layers: number of a layer that holds nothing -> of the layer whose entries it reads.
+        tracker: Tokens seen.
+        draft_rollback: Rollback of draft tokens.
+        text: Ids of every column that was read.
+        filled_inside: Whether its content was read by `generate` inside its `with` block.
+        passes: Hooks on the model's passes.
+        dtype: Dtype of the model.
+        parts: State of a prompt that is read in several passes.
+        states: States of the layers that hold some, in a hybrid.
+        shared_layers: For the number of a layer that holds nothing, the number of the layer whose entries it reads.
     """
 
     tracker: PositionTracker
@@ -42,19 +44,19 @@ class LayerCaches(Protocol):
 
     @property
     def entry_layers(self) -> dict[int, LayerCache]:
-        """The attention layers' caches by the number of the layer in the model."""
+        """Caches of the attention layers by the number of the layer in the model."""
 
     @property
     def layer_caches(self) -> list[LayerCache]:
-        """The layers' caches."""
+        """Caches of the layers."""
 
     @property
     def pools(self) -> list[RefCountedPool[Any]]:
-        """The page pools: one per shape and format of entry."""
+        """Page pools, one per shape and format of entry."""
 
     @property
     def kin(self) -> Sized:
-        """The caches that share those pools, this one among them."""
+        """Caches that share those pools, this one among them."""
 
     def reset(self) -> None:
         """Forget every sequence."""

@@ -24,76 +24,78 @@ _bundled_gates: dict[str, Gates] = {}
 
 
 def heads_finder(model: PreTrainedModel) -> FindHeads:
-    """What finds the heads of `model`: given ones if they are its own, else those with its mark in the package.
+    """Return a function that finds the heads of `model`.
 
-    Raises (when it is called):
-        OptionError: none were given, and none come with the package.
-        CacheMismatchError: those given are of another model.
+    It returns given ones if they are its own, else those with its mark in the package.
+
+    Raises:
+        OptionError: none were given, and none come with the package (when it is called).
+        CacheMismatchError: those given are of another model (when it is called).
     """
-    return lambda given: heads_of_package(model) if given is None else _own(model, given, "retaining heads", RETAIN)
+    return lambda heads: heads_of_package(model) if heads is None else _own(model, heads, "retaining heads", RETAIN)
 
 
 def gates_finder(model: PreTrainedModel) -> FindGates:
-    """What finds the gates of `model`, as `heads_finder` finds its heads."""
-    return lambda given: gates_of_package(model) if given is None else _own(model, given, "gates", GATE)
+    """Return a function that finds the gates of `model`, as `heads_finder` finds its heads."""
+    return lambda gates: gates_of_package(model) if gates is None else _own(model, gates, "gates", GATE)
 
 
 def heads_of_package(model: PreTrainedModel) -> RetainingHeads:
-    """The heads of `model` that come with the package.
+    """Return the heads of `model` that come with the package.
 
     Raises:
         OptionError: there are none.
     """
-    found = _in_package(model, RETAIN, heads_of, _bundled_heads)
-    if found is None:
+    heads = _in_package(model, RETAIN, heads_of, _bundled_heads)
+    if heads is None:
         raise OptionError(
             f"locret needs retaining heads, and none come with the package for this {type(model).__name__}: train them "
             "with 'millpond train retain --model MODEL --data texts.jsonl --out heads.safetensors', and give "
             "heads='heads.safetensors'"
         )
-    return found
+    return heads
 
 
 def gates_of_package(model: PreTrainedModel) -> Gates:
-    """The gates of `model` that come with the package.
+    """Return the gates of `model` that come with the package.
 
     Raises:
         OptionError: there are none.
     """
-    found = _in_package(model, GATE, gates_of, _bundled_gates)
-    if found is None:
+    gates = _in_package(model, GATE, gates_of, _bundled_gates)
+    if gates is None:
         raise OptionError(
             f"attention_gate needs gates, and none come with the package for this {type(model).__name__}: train them "
             "with 'millpond train gate --model MODEL --data texts.jsonl --target-keep 10% --out gate.safetensors', and "
             "give gate='gate.safetensors'"
         )
-    return found
+    return gates
 
 
 def _in_package(
-    model: PreTrainedModel, kind: NetworkKind, read: Callable[[bytes, str], N], known: dict[str, N]
+    model: PreTrainedModel, kind: NetworkKind, read: Callable[[bytes, str], N], networks_by_path: dict[str, N]
 ) -> N | None:
-    """The networks of a kind with the mark of `model`; None where there are none."""
+    """Return the networks of a kind with the mark of `model`; None if there are none."""
     mark = model_mark(model)
     for file in heads_files():
         path = os.fspath(file)
-        about = about_file(path)
-        if (about["kind"], about["model"]) == (kind.name, mark):
-            if path not in known:
-                known[path] = read(read_file(path), path)
-            return known[path]
+        facts = about_file(path)
+        if (facts["kind"], facts["model"]) == (kind.name, mark):
+            if path not in networks_by_path:
+                networks_by_path[path] = read(read_file(path), path)
+            return networks_by_path[path]
     return None
 
 
-def _own(model: PreTrainedModel, given: N, things: str, kind: NetworkKind) -> N:
-    """The networks that were given, if they are this model's.
+def _own(model: PreTrainedModel, networks: N, things: str, kind: NetworkKind) -> N:
+    """Return the given networks if they are this model's.
 
     Raises:
         CacheMismatchError: they are not.
     """
-    if given.model != model_mark(model):
+    if networks.model != model_mark(model):
         raise CacheMismatchError(
-            f"these {things} were trained for another model ({given.name}) than this {type(model).__name__}, for other "
-            f"weights, or for the same ones in other numbers of 16 bits: train this one's with {kind.command}"
+            f"these {things} were trained for another model ({networks.name}) than this {type(model).__name__}, for "
+            f"other weights, or for the same ones in other numbers of 16 bits: train this one's with {kind.command}"
         )
-    return given
+    return networks

@@ -20,15 +20,18 @@ from millpond.hf.shared_keys import readers_of
 
 #: Attributes of a layer of states that hold them: a number of the state -> a tensor, or None before the first token.
 _PARTS = ("conv_states", "recurrent_states")
-#: What else changes with the tokens read, by number of the state.
+#: Other attributes that change with the tokens read, by number of the state.
 _FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state", "conv_kernel_size")
 
 
 class AttentionAndStates(LinearAttentionLayer, MillpondLayer):  # type: ignore[override]
-    """A layer with attention and a state side by side (Falcon-H1, Zamba): entries in pages, states as transformers'.
+    """Layer with attention and a state side by side (Falcon-H1, Zamba).
+
+    Entries are in pages, states as in transformers.
 
     Args:
-        number_of_states: that the layer holds. rest: as of `MillpondLayer`.
+        number_of_states: Number of states of the layer.
+        *args: Arguments of `MillpondLayer`.
     """
 
     is_compileable = False
@@ -46,12 +49,16 @@ class AttentionAndStates(LinearAttentionLayer, MillpondLayer):  # type: ignore[o
 
 
 class States:
-    """All states of one cache: what moves the batch, copies it or forgets it does the same to them.
+    """States of one cache, which are moved, copied and forgotten as its batch is.
+
+    Args:
+        layers: Layers with states by their number in the model; empty if it has attention alone.
+        restarts: Whether the model begins them at zero in each pass of several tokens.
 
     Attributes:
-        layers: by number of the layer in the model; none where a model has attention alone.
-        restarts: the model begins them at zero in each pass of several tokens.
-        in_pass: a pass has begun, and has not come to its end.
+        layers: Layers with states by their number in the model; empty if it has attention alone.
+        restarts: Whether the model begins them at zero in each pass of several tokens.
+        in_pass: Whether a pass has begun and has not ended.
     """
 
     def __init__(self, layers: dict[int, Any], restarts: bool = False) -> None:
@@ -59,30 +66,33 @@ class States:
         self.in_pass = False
 
     def nbytes(self) -> int:
-        """Bytes of all states."""
+        """Return the bytes of all states."""
         return sum(state.nbytes for state in self.tensors())
 
     def tensors(self) -> Iterator[Tensor]:
-        """All states, (S, ...) each, layer by layer."""
+        """Return an iterator over all states, (S, ...) each, layer by layer."""
         return (state for layer in self.layers.values() for state in _tensors(layer))
 
     def replace(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Let each state be what `change` makes of it, in the order of `tensors`."""
+        """Replace each state by the result of `change`, in the order of `tensors`."""
         for layer in self.layers.values():
             _replace(layer, layer, change)
 
     def select(self, sequences: list[int]) -> None:
-        """Follow a choice of sequences."""
+        """Follow a selection of sequences."""
         self.replace(lambda state: state[torch.tensor(sequences, device=state.device)])
 
     def become(self, other: States, *, copied: bool = True) -> None:
-        """Take copies of the states of another cache of the same model; or them, where that one will drop them."""
+        """Take the states of another cache of the same model: copies, or the tensors themselves.
+
+        Without `copied` the other cache must drop them.
+        """
         for number, layer in self.layers.items():
-            of = other.layers[number]
-            _replace(layer, of, torch.clone if copied else lambda state: state)
+            other_layer = other.layers[number]
+            _replace(layer, other_layer, torch.clone if copied else lambda state: state)
             for name in _FLAGS:
-                setattr(layer, name, dict(getattr(of, name)))
-            layer.dtype, layer.device = of.dtype, of.device
+                setattr(layer, name, dict(getattr(other_layer, name)))
+            layer.dtype, layer.device = other_layer.dtype, other_layer.device
 
     def reset(self) -> None:
         """Drop the states: the next batch may have another size."""
@@ -91,11 +101,11 @@ class States:
             LinearAttentionCacheLayerMixin.__init__(layer, layer.number_of_states)
 
     def begin_pass(self, columns: int, length: int) -> None:
-        """A pass of `length` tokens begins behind `columns`.
+        """Begin a pass of `length` tokens after `columns`.
 
         Raises:
             UnsupportedModelError: the model would forget what it has read.
-            CacheMismatchError: an earlier pass was interrupted, and some states have taken in its tokens.
+            CacheMismatchError: an earlier pass was interrupted, and some states have read its tokens.
         """
         if self.in_pass:
             raise CacheMismatchError(
@@ -111,51 +121,57 @@ class States:
         self.in_pass = bool(self.layers)
 
     def end_pass(self) -> None:
-        """The pass came to its end."""
+        """End the pass."""
         self.in_pass = False
 
     def check_no_drafts(self) -> None:
-        """
+        """Check that draft tokens can be rolled back.
+
         Raises:
             OptionError: the model holds states, which cannot be recorded.
         """
         if self.layers:
             raise OptionError(
-                f"{self._told()} cannot go back, as assisted and prompt-lookup generation need it where a draft is "
-                "rejected; generate without assistant_model and prompt_lookup_num_tokens"
+                f"{self._description()} cannot go back, as assisted and prompt-lookup generation need it where a draft "
+                "is rejected; generate without assistant_model and prompt_lookup_num_tokens"
             )
 
     def check_no_crop(self, n: int) -> None:
-        """
+        """Check that `n` tokens can be removed.
+
         Raises:
-            CacheMismatchError: tokens would be taken back.
+            CacheMismatchError: tokens would be removed from states.
         """
         if self.layers and n:
             raise CacheMismatchError(
-                f"cannot take back {n} tokens: {self._told()} cannot go back; fork() the cache before them, or reset() "
-                "and run the text again"
+                f"cannot take back {n} tokens: {self._description()} cannot go back; fork() the cache before them, or "
+                "reset() and run the text again"
             )
 
-    def _told(self) -> str:
+    def _description(self) -> str:
         return f"the recurrent and convolution states of layers {', '.join(map(str, self.layers))}"
 
 
 def build_layers(
     profile: ModelProfile, layer_caches: Sequence[LayerCache], draft_rollback: DraftRollback, passes: ForwardHooks
 ) -> tuple[list[Any], States]:
-    """The layers of a cache in the order of the model, and those among them that hold states.
+    """Return the layers of a cache in the order of the model, and those that hold states.
 
-    layer_caches: of the attention layers. draft_rollback, passes: as of `MillpondLayer`.
+    Args:
+        profile: Profile of the model.
+        layer_caches: Caches of the attention layers.
+        draft_rollback: See `MillpondLayer`.
+        passes: See `MillpondLayer`.
     """
-    of_each = zip(layer_caches, profile.windows, profile.attending, strict=True)
-    attending = [
+    attention_layers = zip(layer_caches, profile.windows, profile.attending, strict=True)
+    layer_args = [
         (layer_cache, draft_rollback, passes, window, number, readers_of(profile, number))
-        for layer_cache, window, number in of_each
+        for layer_cache, window, number in attention_layers
     ]
     if not profile.state_layers and len(profile.attending) == profile.depth:
-        return [MillpondLayer(*args) for args in attending], States({})
+        return [MillpondLayer(*args) for args in layer_args], States({})
     layers: list[Any] = list(DynamicCache(config=profile.config).layers)
-    for number, args in zip(profile.attending, attending, strict=True):
+    for number, args in zip(profile.attending, layer_args, strict=True):
         states = number in profile.state_layers
         layers[number] = AttentionAndStates(layers[number].number_of_states, *args) if states else MillpondLayer(*args)
     return layers, States({number: layers[number] for number in profile.state_layers}, profile.restarts)
@@ -165,8 +181,8 @@ def _tensors(layer: Any) -> list[Tensor]:
     return [state for name in _PARTS for state in getattr(layer, name).values() if state is not None]
 
 
-def _replace(layer: Any, of: Any, change: Callable[[Tensor], Tensor]) -> None:
-    """Let the states of `layer` be what `change` makes of those of the layer `of`."""
+def _replace(layer: Any, source: Any, change: Callable[[Tensor], Tensor]) -> None:
+    """Let the states of `layer` be the results of `change` for those of the layer `of`."""
     for name in _PARTS:
-        found = getattr(of, name).items()
-        setattr(layer, name, {i: None if state is None else change(state) for i, state in found})
+        states = getattr(source, name).items()
+        setattr(layer, name, {i: None if state is None else change(state) for i, state in states})

@@ -17,27 +17,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """What a cache holds, measured from its buffers.
+    """Counts and bytes of a cache, measured from its buffers.
 
     Attributes:
-        seen: tokens processed, per sequence.
-        stored: entries held, by layer (that has attention), sequence and KV head.
-        evicted: entries evicted, over all layers, sequences and heads.
-        kv_bytes: bytes of keys and values in the pages in use, unused slots included.
-        layer_kv_bytes: those of each layer of `stored`, and layer_formats how it stores entries, by name. Pages that
-            sequences of the cache share count once.
-        layer_tier_bytes: of each layer, the bytes of `layer_kv_bytes` by the format of the pages: numbers as they are,
-            then codes, of each tier by age.
-        metadata_bytes: bytes of positions, scores and tables that belong to them.
-        unused_bytes: of kv_bytes, those in slots that hold no entry: pages are taken as a whole.
-        full_kv_bytes: bytes of keys and values of all tokens seen, in the model's dtype and without pages.
-        reserved_bytes: bytes of all pool buffers, free pages included.
-        bits_per_element: bits that one number of a stored key or value takes, unused slots included.
-        entry_layers: numbers in the model of the layers that hold entries, in the order of `stored`.
-        state_layers: numbers of those that hold a recurrent or convolution state, in a hybrid; a layer may be both.
-        shared_layers: number of a layer that holds nothing -> of the layer whose entries it reads (Gemma 3n).
-        state_bytes: bytes of these states, which have one size however long the text and are in no other count.
-        gate_bytes: bytes of what trained gates remember of the text (`attention_gate`), in no other count.
+        seen: Tokens processed, per sequence.
+        stored: Entries held, by layer (that has attention), sequence and KV head.
+        evicted: Entries evicted, over all layers, sequences and heads.
+        kv_bytes: Bytes of keys and values in the pages in use, unused slots included.
+        layer_kv_bytes: Bytes of `kv_bytes` of each layer of `stored`. Pages that sequences of the cache share count
+            once.
+        layer_formats: Name of the format of each layer's entries.
+        layer_tier_bytes: Bytes of `layer_kv_bytes` of each layer by the format of the pages: plain numbers, then codes,
+            of each tier by age.
+        unused_bytes: Bytes of `kv_bytes` in slots without an entry: pages are allocated as a whole.
+        metadata_bytes: Bytes of positions, scores and tables that belong to them.
+        full_kv_bytes: Bytes of keys and values of all tokens seen, in the model's dtype and without pages.
+        reserved_bytes: Bytes of all pool buffers, free pages included.
+        bits_per_element: Bits of one number of a stored key or value, unused slots included.
+        entry_layers: Numbers in the model of the layers that hold entries, in the order of `stored`.
+        state_layers: Numbers of those that hold a recurrent or convolution state, in a hybrid; a layer may be both.
+        shared_layers: For the number of a layer that holds nothing, the number of the layer whose entries it reads
+            (Gemma 3n).
+        state_bytes: Bytes of these states, which have one size however long the text is and are in no other count.
+        gate_bytes: Bytes of the contexts of trained gates (`attention_gate`), in no other count.
     """
 
     seen: list[int]
@@ -60,7 +62,10 @@ class CacheStats:
 
 
 def measure(cache: LayerCaches) -> CacheStats:
-    """Counts and bytes as they are now; pages that it shares with others that were forked count in each."""
+    """Return the counts and bytes of a cache in its current state.
+
+    Pages that it shares with forks count in each.
+    """
     stored = [layer_cache.stored for layer_cache in cache.layer_caches]
     seen = cache.tracker.seen
     entries = sum(int(seen.sum()) * s.shape[1] for s in stored if s.size)
@@ -70,8 +75,8 @@ def measure(cache: LayerCaches) -> CacheStats:
         wide = table.pool.arrays.key_dim + table.pool.arrays.value_dim
         full += int(seen.sum()) * table.n_kv_heads * wide * cache.dtype.itemsize
         numbers += int(table.entries().sum()) * wide
-    live = [(pool, pool.n_live if len(cache.kin) == 1 else pages_of(cache, pool)) for pool in cache.pools]
-    kv_bytes = sum(n * pool.kv_bytes_per_page for pool, n in live)
+    live_pages = [(pool, pool.n_live if len(cache.kin) == 1 else pages_of(cache, pool)) for pool in cache.pools]
+    kv_bytes = sum(n * pool.kv_bytes_per_page for pool, n in live_pages)
     return CacheStats(
         seen=[int(n) for n in seen],
         stored=[s.tolist() for s in stored],
@@ -82,7 +87,7 @@ def measure(cache: LayerCaches) -> CacheStats:
         layer_tier_bytes=[_tier_bytes(layer_cache.table) for layer_cache in cache.layer_caches],
         unused_bytes=max(0, kv_bytes - sum(int(table.used_bytes().sum()) for table in tables)),
         metadata_bytes=sum(table.nbytes for table in tables)
-        + sum(n * (pool.page_bytes - pool.kv_bytes_per_page) for pool, n in live),
+        + sum(n * (pool.page_bytes - pool.kv_bytes_per_page) for pool, n in live_pages),
         full_kv_bytes=full,
         reserved_bytes=sum(pool.nbytes for pool in cache.pools),
         bits_per_element=8 * kv_bytes / numbers if numbers else 0.0,
@@ -95,18 +100,18 @@ def measure(cache: LayerCaches) -> CacheStats:
 
 
 def _layer_bytes(table: PageTable | None) -> int:
-    """Bytes of keys and values in the pages that a layer holds, each page once."""
+    """Return the bytes of keys and values in the pages that a layer holds, each page once."""
     if table is None:
         return 0
     return sum(_tier_bytes(table).values())
 
 
 def _tier_bytes(table: PageTable | None) -> dict[str, int]:
-    """Those bytes by the format of the pages, numbers as they are first."""
+    """Return the bytes of `_layer_bytes` by the format of the pages, plain numbers first."""
     if table is None:
         return {}
-    found = {str(table.pool.arrays.dtype).removeprefix("torch."): _page_bytes(table)}
-    return found | {part.codec.name: _page_bytes(part) for part in table.packed_parts}
+    plain_bytes = {str(table.pool.arrays.dtype).removeprefix("torch."): _page_bytes(table)}
+    return plain_bytes | {part.codec.name: _page_bytes(part) for part in table.packed_parts}
 
 
 def _page_bytes(part: PageTable | QuantizedStore) -> int:
@@ -114,7 +119,7 @@ def _page_bytes(part: PageTable | QuantizedStore) -> int:
 
 
 def _format(table: PageTable | None) -> str:
-    """The name of what a layer's entries become; "" before the first token."""
+    """Return the name of the format of a layer's entries; "" before the first token."""
     if table is None:
         return ""
     return (

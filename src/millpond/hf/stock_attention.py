@@ -18,13 +18,13 @@ _ATTRIBUTE = "_millpond_stock_mask"
 
 
 @dataclass(frozen=True)
-class _Made:
-    """How transformers would make a mask.
+class _MaskRecipe:
+    """Recipe by which transformers would make a mask.
 
     Attributes:
-        make: with `mask_function=` and `use_vmap=` another of the same kind.
-        may_be_overlaid: whether something may lie over the causal or sliding mask.
-        window: tokens that it lets a query see; 0 for all.
+        make: Function that makes it; `mask_function=` and `use_vmap=` give another of the same kind.
+        may_be_overlaid: Whether something may be combined with the causal or sliding mask.
+        window: Tokens that a query sees; 0 for all.
     """
 
     make: Callable[..., Tensor | None]
@@ -33,8 +33,9 @@ class _Made:
     _overlaid: dict[int, bool] = field(default_factory=dict)
 
     def overlaid(self, window: int) -> bool:
-        """Whether anything but a window does. Models lay over what does nothing, too: blocks of pictures over a
-        text that has none.
+        """Whether anything but a window is combined with the causal mask.
+
+        Models also combine it with masks that change nothing: blocks of pictures for a text that has none.
         """
         if self.may_be_overlaid and window not in self._overlaid:
             bare = sliding_window_causal_mask_function(window) if window else causal_mask_function
@@ -47,13 +48,16 @@ def remember(
     padding: Tensor,
     *,
     q_length: int,
-    mask_function: Callable[..., Any] | None,
+    mask_function: Callable[..., Any] | None = None,
     allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
     local_size: int | None = None,
     **kwargs: Any,
 ) -> None:
-    """Attach to the mask `padding`, (B, n) or (B, 1, 1, n), how transformers would make its own mask."""
+    """Attach to the mask `padding` how transformers would make its own mask.
+
+    `padding` has the shape (B, n) or (B, 1, 1, n).
+    """
     if mask_function is not None:
         kwargs["mask_function"] = mask_function
     make = partial(
@@ -65,41 +69,45 @@ def remember(
         **kwargs,
     )
     overlaid = use_vmap or (q_length > 1 and not allow_is_causal_skip)
-    setattr(padding, _ATTRIBUTE, _Made(make, overlaid, local_size or 0))
+    setattr(padding, _ATTRIBUTE, _MaskRecipe(make, overlaid, local_size or 0))
 
 
-def _made(mask: Tensor | None) -> _Made | None:
-    found: _Made | None = getattr(mask, _ATTRIBUTE, None)
-    return found
+def _recipe_of(mask: Tensor | None) -> _MaskRecipe | None:
+    recipe: _MaskRecipe | None = getattr(mask, _ATTRIBUTE, None)
+    return recipe
 
 
 def flat(mask: Tensor | None) -> Tensor | None:
-    """A mask that `remember` was called with, in two dimensions; any other as it is."""
-    made = _made(mask)
-    if mask is None or made is None or mask.ndim == 2:
+    """Return a mask that `remember` was called with in two dimensions; any other as it is."""
+    recipe = _recipe_of(mask)
+    if mask is None or recipe is None or mask.ndim == 2:
         return mask
-    result = mask[:, 0, 0]
-    setattr(result, _ATTRIBUTE, made)
-    return result
+    flat_mask = mask[:, 0, 0]
+    setattr(flat_mask, _ATTRIBUTE, recipe)
+    return flat_mask
 
 
 def is_remembered(mask: Tensor | None) -> bool:
     """Whether the mask is one that `remember` was called with."""
-    return _made(mask) is not None
+    return _recipe_of(mask) is not None
 
 
 def is_overlaid(mask: Tensor | None, window: int) -> bool:
-    """Whether the model laid something over the causal mask, or that of a window (0: none): images that see ahead,
-    packed sequences.
+    """Whether the model combined the causal or sliding mask with another one.
+
+    Examples are images that see ahead and packed sequences. `window` is that of the layer, 0 for none.
     """
-    made = _made(mask)
-    return made is not None and made.overlaid(window)
+    recipe = _recipe_of(mask)
+    return recipe is not None and recipe.overlaid(window)
 
 
 def window_of(mask: Tensor | None) -> int:
-    """The sliding window of the mask, 0 for none: some models tell it to their mask alone, not to their attention."""
-    made = _made(mask)
-    return 0 if made is None else made.window
+    """Return the sliding window of the mask, 0 for none.
+
+    Some models pass it to their mask alone, not to their attention.
+    """
+    recipe = _recipe_of(mask)
+    return 0 if recipe is None else recipe.window
 
 
 def attention(
@@ -113,10 +121,14 @@ def attention(
     s_aux: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Eager or sdpa attention over all keys and values that a stock cache returned. Returns (B, Q, Hq, D), None."""
-    made = _made(attention_mask)
-    if made is not None:
-        attention_mask = made.make()
+    """Return eager or sdpa attention over all keys and values of a stock cache.
+
+    Returns:
+        (B, Q, Hq, D), None.
+    """
+    recipe = _recipe_of(attention_mask)
+    if recipe is not None:
+        attention_mask = recipe.make()
     elif attention_mask is not None and attention_mask.ndim == 2:
         raise UnsupportedModelError(
             f"{type(module).__name__} changed its padding mask on the way, so it runs with a Millpond cache only; "
@@ -139,7 +151,7 @@ def plain(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    """Attention with a soft cap or sink logits, which sdpa does not know. Returns (B, Q, Hq, D)."""
+    """Return attention with a soft cap or sink logits, which sdpa lacks, (B, Q, Hq, D)."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     logits = (query @ key.transpose(-1, -2)).float() * scale

@@ -1,4 +1,4 @@
-"""A stopwatch for unmodified generate(): a streamer that notes when each token came."""
+"""Stopwatch for unmodified generate(): a streamer that records the time of each token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from transformers.generation.streamers import BaseStreamer
 
 
 class Stopwatch(BaseStreamer):
-    """Pass it as `streamer`; any batch size. The prompt comes first, then one call per decoding step."""
+    """Streamer that records the time of each token, for any batch size.
+
+    The prompt comes first, then one call per decoding step.
+    """
 
     def __init__(self) -> None:
         self.begun = time.perf_counter()
@@ -18,13 +21,13 @@ class Stopwatch(BaseStreamer):
         self._saw_prompt = False
 
     def put(self, value: Any) -> None:
-        """Note the time of a token; the prompt starts nothing and ends nothing."""
+        """Record the time of a token; the prompt is not recorded."""
         if self._saw_prompt:
             self.ticks.append(time.perf_counter())
         self._saw_prompt = True
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: all times are recorded."""
 
     @property
     def prefill_s(self) -> float:
@@ -38,7 +41,7 @@ class Stopwatch(BaseStreamer):
 
     @property
     def decode_s(self) -> float:
-        """Seconds of a decoding step, the median; 0.0 without steps."""
+        """Median seconds of a decoding step; 0.0 without steps."""
         return statistics.median(self.steps) if self.steps else 0.0
 
     @property

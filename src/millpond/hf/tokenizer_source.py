@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerBase
 from millpond.errors import OptionError
 from millpond.policy.token_classes import TokenClasses
 
-_known: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, TokenClasses]] = WeakKeyDictionary()
+_classes: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, TokenClasses]] = WeakKeyDictionary()
 
 
 def fill_classes(classes: TokenClasses, tokenizer: PreTrainedTokenizerBase | None) -> TokenClasses:
-    """The classes, with those that are not given from the tokenizer.
+    """Return the classes, completed from the tokenizer.
 
     Raises:
         OptionError: a class is not given, and there is no tokenizer.
@@ -28,17 +28,20 @@ def fill_classes(classes: TokenClasses, tokenizer: PreTrainedTokenizerBase | Non
         )
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise OptionError(f"tokenizer={tokenizer!r} is not a transformers tokenizer")
-    found = token_classes(tokenizer)
+    own_classes = token_classes(tokenizer)
     return TokenClasses(
-        found.special if classes.special is None else classes.special,
-        found.punctuation if classes.punctuation is None else classes.punctuation,
+        own_classes.special if classes.special is None else classes.special,
+        own_classes.punctuation if classes.punctuation is None else classes.punctuation,
     )
 
 
 def token_classes(tokenizer: PreTrainedTokenizerBase) -> TokenClasses:
-    """The special tokens of a tokenizer (its chat marks among them), and the tokens that spell punctuation alone."""
+    """Return the special tokens of a tokenizer, and the tokens that are punctuation alone.
+
+    Chat marks are special tokens.
+    """
     size = len(tokenizer)
-    if tokenizer not in _known or _known[tokenizer][0] != size:
+    if tokenizer not in _classes or _classes[tokenizer][0] != size:
         special = {int(i) for i in tokenizer.all_special_ids}
         special |= {int(i) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         marks = {
@@ -47,12 +50,12 @@ def token_classes(tokenizer: PreTrainedTokenizerBase) -> TokenClasses:
             if not any(c.isascii() and c.isalnum() for c in token)  # most of a vocabulary, without decoding it
             and is_punctuation(str(tokenizer.decode([i])))
         }
-        _known[tokenizer] = (size, TokenClasses(frozenset(special), frozenset(marks - special)))
-    return _known[tokenizer][1]
+        _classes[tokenizer] = (size, TokenClasses(frozenset(special), frozenset(marks - special)))
+    return _classes[tokenizer][1]
 
 
 def is_punctuation(text: str) -> bool:
-    """Whether a text is made of punctuation marks, blanks around them aside.
+    """Whether a text consists of punctuation marks, except for blanks around them.
 
     Example:
         >>> is_punctuation(" ?"), is_punctuation("a."), is_punctuation(" ")
@@ -62,10 +65,10 @@ def is_punctuation(text: str) -> bool:
 
 
 class TokenizerSource:
-    """See `millpond.policy.needs.TokenSource`.
+    """Source of token properties, see `millpond.policy.needs.TokenSource`.
 
     Args:
-        tokenizer: None where there is none; then nothing is known.
+        tokenizer: Tokenizer of the model; None if there is none, and then nothing is known.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:

@@ -12,12 +12,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from millpond.errors import DataError, OptionError
+from millpond.typed_json import as_type
 
 FORMAT = 1
 #: Levels above zero that a score is stored in.
@@ -143,25 +143,12 @@ def read_trace(path: Path) -> Trace:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data.pop("format") != FORMAT:
             raise ValueError(f"not of format {FORMAT}")
-        data["heads"] = tuple(tuple(_head_of(head) for head in layer) for layer in data["heads"])
-        whole: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
-        }
-        return Trace(**whole)
+        for head in (head for layer in data["heads"] for head in layer):
+            head["levels"] = [bytes.fromhex(row) for row in head["levels"]]
+        trace: Trace = as_type(Trace, data)
+        return trace
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is no trace ({error}); millpond inspect --trace writes one") from error
-
-
-def _head_of(data: dict[str, Any]) -> HeadTrace:
-    return HeadTrace(
-        tuple(data["first"]),
-        tuple(Change(tuple(c["evicted"]), tuple(c["added"])) for c in data["changes"]),
-        data["low"],
-        data["high"],
-        tuple(bytes.fromhex(row) for row in data["levels"]),
-        tuple((step, position, into) for step, position, into in data["merged"]),
-        tuple((step, position, codec) for step, position, codec in data["demoted"]),
-    )
 
 
 def levels_of(scores: npt.NDArray[np.float64], low: float, high: float) -> npt.NDArray[np.uint8]:

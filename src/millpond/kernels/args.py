@@ -369,25 +369,6 @@ class WindowSignalArgs(OfQueries):
     lse: Tensor | None = None
 
 
-__all__ = [
-    "AttendArgs",
-    "AttendOutput",
-    "AttentionShape",
-    "DecodeArgs",
-    "DecodeOutput",
-    "DecodeRowsArgs",
-    "EntryRows",
-    "HeadRuleArgs",
-    "MergeArgs",
-    "PaddedEntries",
-    "PageRegions",
-    "PrefillArgs",
-    "PrefillOutput",
-    "StepRegions",
-    "WindowSignalArgs",
-]
-
-
 Numbers = npt.NDArray[np.int64]
 
 

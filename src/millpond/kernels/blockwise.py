@@ -28,22 +28,6 @@ from millpond.kernels.reference import (
     write_packed,
 )
 
-__all__ = [
-    "absolute_sums",
-    "admit",
-    "attend",
-    "decode",
-    "decode_rows",
-    "merge_slots",
-    "newest_alike",
-    "prefill",
-    "read",
-    "read_packed",
-    "window_signal",
-    "write",
-    "write_packed",
-]
-
 
 def block_rows(group: int) -> int:
     """Return the query rows per block.

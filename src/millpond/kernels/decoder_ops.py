@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+import importlib.util
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -178,13 +179,17 @@ class DecoderOps:
 
         Of two matrices it is that of the first times the output of the second.
         """
-        opened, *closed = self.apart(x, projection)
         assert projection.act is not None, "of a feed-forward"
-        opened = _ACTIVATE[projection.act](opened)
+        return self.gated(self.apart(x, projection), projection.act)
+
+    def gated(self, parts: list[Tensor], act: GatedActivation) -> Tensor:
+        """Return act(parts[0]), times parts[1] if there is one: (N, n) each."""
+        opened, *closed = parts
+        opened = _ACTIVATE[act](opened)
         return opened * closed[0] if closed else opened
 
     def added(self, x: Tensor, projection: Projection, residual: Tensor) -> Tensor:
-        """Return x through the matrix, plus the residual (N, n)."""
+        """Return x through the matrix, plus the residual (N, n), whose memory the sum may take."""
         ((weight, bias),) = projection.parts
         if bias is None and isinstance(weight, Tensor) and has_products(x):
             rows, more = filled_up(x), filled_up(residual)
@@ -332,10 +337,29 @@ def choose(x: Tensor, few: bool | None = None, *, fixed_order: bool = False) -> 
         fixed_order: Give each row the bits that it has alone.
     """
     if not serves(x):
-        return _TORCH
+        return _fused() if _fuses(x) else _TORCH
     if len(x) <= FEW_ROWS if few is None else few:
         return _FEW
     return _FIXED if fixed_order else _MANY
+
+
+def _fuses(x: Tensor) -> bool:
+    """Whether the Triton kernels compute rows like x (N, width), chosen as by `ops.op_set`."""
+    forced = os.environ.get("MILLPOND_KERNELS", "auto")
+    return (
+        (forced == "gpu" or (forced == "auto" and x.is_cuda))
+        and x.dtype in NATIVE_DTYPES
+        and not torch.is_autocast_enabled(x.device.type)
+        and importlib.util.find_spec("triton") is not None
+    )
+
+
+@cache
+def _fused() -> DecoderOps:
+    """Return the ops in Triton, imported when a GPU computes rows."""
+    from millpond.kernels.gpu.dense import FusedDense
+
+    return FusedDense()
 
 
 def serves(x: Tensor) -> bool:

@@ -115,7 +115,10 @@ class Arenas(ABC):
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Write the addresses once at the end, however many arenas are added, resized or dropped inside."""
+        """Write the addresses once at the end of a block that changes arenas.
+
+        Any number of them may be added, resized or dropped inside.
+        """
         self._is_changing = True
         try:
             yield
@@ -156,7 +159,10 @@ class Arenas(ABC):
                 arenas[arena].index_copy_(0, rows, copied[which])
 
     def _by_arena(self, ids: npt.NDArray[np.int32]) -> list[tuple[int, Tensor, Tensor]]:
-        """Return each arena that holds some of the pages `ids`, their rows in it, and which of `ids` these are."""
+        """Return each arena with some of the pages `ids`, their rows in it, and their indices.
+
+        The indices are those in `ids`.
+        """
         order = np.argsort(ids, kind="stable")
         arenas, begins = np.unique(ids[order] // self.pages_per_arena, return_index=True)
         rows, which = (

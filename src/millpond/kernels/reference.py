@@ -12,19 +12,3 @@ from millpond.kernels.eager.decode import decode_packed as decode
 from millpond.kernels.eager.packed_pages import read_packed, write_packed
 from millpond.kernels.eager.pages import read, write
 from millpond.kernels.merge.reference import merge_slots
-
-__all__ = [
-    "absolute_sums",
-    "admit",
-    "attend",
-    "decode",
-    "decode_rows",
-    "merge_slots",
-    "newest_alike",
-    "prefill",
-    "read",
-    "read_packed",
-    "window_signal",
-    "write",
-    "write_packed",
-]

@@ -29,7 +29,7 @@ def ada(
         POSITIONS,
     ] = "auto",
 ) -> Policy:
-    """Let the heads of a layer compete for the layer's budget in one top-k, over any other method's score.
+    """Let the heads of a layer compete for its budget in one top-k, over any method's score.
 
     Minimises the bound ||y - y'||_1 <= 2HC - 2C sum_i sum_{j kept in i} A_ij (Theorem 3.1) over all allocations
     with the same total. Heads differ in length, and the pages of short heads really return to the pool.

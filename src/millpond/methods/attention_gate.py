@@ -79,8 +79,8 @@ class GatePolicy(Policy):
 
     def __post_init__(self) -> None:
         Policy.__post_init__(self)
-        alone = isinstance(self.heads, GatedHeads) and isinstance(self.layers, EvenLayers) and not self.shared
-        if not (alone and self.merge is None and isinstance(self.score, Gated)):
+        is_plain = isinstance(self.heads, GatedHeads) and isinstance(self.layers, EvenLayers) and not self.shared
+        if not (is_plain and self.merge is None and isinstance(self.score, Gated)):
             raise OptionError("a method whose gates say what stays cannot be the score of another method")
         if self.prefill != "once":
             raise OptionError(f'prefill={self.prefill!r}: flags are acted on when a prompt ends; give prefill="once"')
@@ -153,7 +153,9 @@ def attention_gate(
     ] = "evict",
     every: Annotated[int, "with decode=evict: new tokens from one look at the flags to the next", SOME_POSITIONS] = 16,
 ) -> Policy:
-    """Let a trained gate say of each token whether a KV head keeps its entry, so that the text says how much is kept.
+    """Let a trained gate choose the tokens whose entries each KV head keeps.
+
+    So the text determines how much is kept.
 
     p = sigmoid(W2 SiLU(W1 [x; u] + b1) + b2) for each layer, one number per KV head, where x is the query, key and
     value of the token before RoPE and u an attention of a few narrow heads: causal, over those of the text so far, or

@@ -30,7 +30,9 @@ def cam(
     mass_bias: Annotated[bool, "values become means by mass, and attention counts their mass"] = False,
     every: Annotated[int, "while decoding: entries that gather before they are merged", SOME_POSITIONS] = 1,
 ) -> Policy:
-    """Before an entry falls out of the recent window, add its value to the entries after it; sinks and newest stay.
+    """Add the value of an entry that leaves the recent window to the entries after it.
+
+    Sinks and newest entries stay.
 
     V_j <- V_j + M_i V_i / n for the n entries j right behind i, M_i ~ Bernoulli(p_i) with
     p_i = clamp(a_i / mean_j a_j, 0, 1); keys stay as they are. Where attention keeps its proportions, the sum of

@@ -49,7 +49,7 @@ def chunkkv(
     chunk: Annotated[int, "positions of a chunk", SOME_POSITIONS] = 10,
     decode: GrowOrEvict = "grow",
 ) -> Policy:
-    """Keep whole chunks of neighbouring entries, chosen by the mean of any other method's score, per KV head.
+    """Keep whole chunks of neighbouring entries, by the mean of any method's score, per head.
 
     The text is cut into chunks of `chunk` positions from its start; a chunk is worth the mean score of its entries
     (Algorithm 1), and the best chunks stay with what the other method protects. The paper's chunk size is the default.

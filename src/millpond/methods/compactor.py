@@ -75,7 +75,7 @@ def leverage_scores(keys: Tensor, selected: Tensor, sketch: int, seed: int) -> T
 
 
 def standard(value: Tensor, selected: Tensor) -> Tensor:
-    """Return `value` (H, N) with mean 0 and deviation 1 over the selected entries of all heads."""
+    """Return `value` (H, N) with mean 0 and deviation 1 over selected entries of all heads."""
     picked = value[selected].double()
     if picked.numel() < 2:
         return torch.zeros_like(value)
@@ -99,7 +99,7 @@ def compactor(
     seed: Annotated[int, "of the random projection", SEEDS] = 0,
     decode: GrowInPaper = "grow",
 ) -> Policy:
-    """Keep the entries whose keys are outliers of their head, and attended ones, whatever the later question is.
+    """Keep entries with outlying keys, and attended ones, for any later question.
 
     s_j = blend * z(l_j) + z(a_j). l_j = x_j^T (X^T X)^-1 x_j is the leverage score of the centred key in a Gaussian
     sketch; a_j = ||v_j|| * attention, averaged over three neighbours; z standardises over the layer's entries. By

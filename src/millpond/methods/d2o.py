@@ -70,7 +70,7 @@ class MergeAboveThreshold:
     Attributes:
         rate: Rate of the moving average.
         sinks: First positions that take nothing in.
-        shrinking: x_c <- (x_c + sum_e u_e x_e) / (1 + their number) in place of the convex weights.
+        shrinking: X_c <- (x_c + sum_e u_e x_e) / (1 + their number) in place of the convex weights.
     """
 
     rate: float = 0.7
@@ -109,7 +109,7 @@ def d2o(
     decode: Annotated[Literal["merge", "grow"], "after the prompt: keep merging (the paper), or grow"] = "merge",
     every: Annotated[int, "with decode=merge: entries that gather before they are merged", SOME_POSITIONS] = 1,
 ) -> Policy:
-    """Give layers of even attention more of the budget, evict as H2O does, and merge what is like something kept.
+    """Give layers of even attention more budget, evict as H2O does, and merge similar entries.
 
     Layers: with F_l the variance of the attention that entries of layer l have received, its share of the whole budget
     is softmax_l(-F_l). Entries: of highest accumulated attention, and the newest. An entry that leaves, with

@@ -25,7 +25,7 @@ def dms(
     window: Annotated[int, "newest positions about which nothing is decided yet; the paper has 256", POSITIONS] = 64,
     sinks: SinksAdded = 0,
 ) -> Policy:
-    """Let every entry that scores below a threshold leave, whatever head it is in, so that budgets follow the text.
+    """Evict every entry that scores below a threshold, in any head; budgets follow the text.
 
     Entry j of head h leaves if s_hj < threshold, once the prompt is read. With a number the text says how much is
     kept, and the budget is the most that it may be: where more lies above, the highest scores of the layer stay. A

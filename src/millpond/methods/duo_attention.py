@@ -32,7 +32,8 @@ class RetrievalHeads:
         sinks: First positions that count as near.
         recent: Newest positions that count as near.
         grows: Retrieval heads keep all that comes while decoding.
-        table: The numbers, a row per layer; empty: the share of the observed attention that goes beyond what is near.
+        table: The numbers, a row per layer.
+        empty: The share of the observed attention that goes beyond what is near.
     """
 
     threshold: float = 0.5
@@ -71,8 +72,8 @@ class RetrievalHeads:
     def _far_share(self, view: View) -> Tensor:
         assert view.signal is not None, "the cache provides the signal that a score declares"
         attention = view.signal.double().masked_fill(~view.valid, 0)
-        near = (view.positions < self.sinks) | (view.positions >= view.seen - self.recent)
-        return attention.masked_fill(near, 0).sum(1) / attention.sum(1)
+        protected = (view.positions < self.sinks) | (view.positions >= view.seen - self.recent)
+        return attention.masked_fill(protected, 0).sum(1) / attention.sum(1)
 
     def layer_share(self, view: View) -> float:
         """Return the share of a layer's heads that are retrieval heads."""
@@ -127,11 +128,11 @@ class RetrievalLayers:
             raise OptionError(f"shares of retrieval heads for {len(self.shares)} layers; the model has {n_layers}")
 
     def wanted(self, budget: int, least: int, most: Sequence[int]) -> list[float]:
-        room = [max(m - least, 0) for m in most]
-        rest = float((budget - least) * len(most))
-        far = distribute(rest, self.shares, room)
-        near = distribute(rest - sum(far), [1 - share for share in self.shares], room)
-        return [least + a + b for a, b in zip(far, near, strict=True)]
+        free_entries = [max(m - least, 0) for m in most]
+        unprotected = float((budget - least) * len(most))
+        retrieval = distribute(unprotected, self.shares, free_entries)
+        streaming = distribute(unprotected - sum(retrieval), [1 - share for share in self.shares], free_entries)
+        return [least + a + b for a, b in zip(retrieval, streaming, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ class ProfiledLayers:
     heads: RetrievalHeads
 
     def check(self, n_layers: int) -> None:
-        """Fits every model."""
+        """Accept every model."""
 
     def measure(self, view: View) -> float:
         """Return the share of a layer's heads that are retrieval heads."""
@@ -195,7 +196,7 @@ def duo_attention(
         Literal["grow", "evict"], "retrieval heads after the prompt: grow (the paper), or evict at each step"
     ] = "grow",
 ) -> Policy:
-    """Let streaming heads keep the sinks and the newest entries alone, and give the rest to the retrieval heads.
+    """Let streaming heads keep sinks and newest entries alone; retrieval heads get the rest.
 
     Which heads are retrieval heads says a table of numbers from 0 (streaming) to 1 (retrieval), such as the gates
     that the authors train, or the prompt: the share of a head's observed attention that goes beyond sinks and newest,

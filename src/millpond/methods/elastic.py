@@ -23,7 +23,7 @@ from millpond.policy.view import PARTS, View
 
 @dataclass(frozen=True, slots=True)
 class MergeIntoAnchors:
-    """k_a <- mean of k_a and the k_e over the entries e whose nearest anchor is a; v_a likewise.
+    """k_a <- mean of k_a and the k_e over entries e whose nearest anchor is a; v_a likewise.
 
     Anchors are the entries that stay by their score, not by protection. Near is near in the text, ties to the left.
     An entry that stands for m others counts m times. Accumulators are the anchor's. Without an anchor all are dropped.
@@ -48,7 +48,7 @@ class MergeIntoAnchors:
 
 
 def nearest_in_text(positions: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the column (H, N) int64 of the anchor nearest to each entry, and whether one exists.
+    """Return each entry's nearest anchor, a column (H, N) int64, and whether one exists.
 
     An anchor's is its own. positions: (H, N), ascending; anchors: (H, N) bool.
     """
@@ -56,10 +56,12 @@ def nearest_in_text(positions: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]
     column = torch.arange(n, device=positions.device).expand_as(positions)
     anchor_before = column.masked_fill(~anchors, -1).cummax(1).values
     right = column.masked_fill(~anchors, n).flip(1).cummin(1).values.flip(1)
-    far = torch.iinfo(torch.int64).max
-    place = positions.long()
-    to_left = (place - place.gather(1, anchor_before.clamp(min=0))).masked_fill(anchor_before < 0, far)
-    to_right = (place.gather(1, right.clamp(max=n - 1)) - place).masked_fill(right == n, far)
+    unreachable = torch.iinfo(torch.int64).max
+    text_positions = positions.long()
+    to_left = (text_positions - text_positions.gather(1, anchor_before.clamp(min=0))).masked_fill(
+        anchor_before < 0, unreachable
+    )
+    to_right = (text_positions.gather(1, right.clamp(max=n - 1)) - text_positions).masked_fill(right == n, unreachable)
     into = torch.where(to_left <= to_right, anchor_before, right)
     reachable = (anchor_before >= 0) | (right < n)
     return torch.where(reachable, into, column), reachable
@@ -71,7 +73,7 @@ _STANDING = 1e-30
 
 @dataclass(frozen=True, slots=True)
 class Importance:
-    """s_j = sum_i mean_h A_hij over all query heads h of the layer and queries i of the prompt.
+    """s_j = sum_i mean_h A_hij over all query heads h of the layer and prompt queries i.
 
     With `official_code` the best are those at whose place the order of the scores names a late place: it takes the
     entries of torch.argsort for ranks.
@@ -169,7 +171,7 @@ def elastic(
     mass_bias: Annotated[bool, "attention counts a merged entry as many times as it stands for"] = False,
     official_code: Annotated[bool, "rank, gather and count as the paper's code does, for comparison"] = False,
 ) -> AnchorPolicy:
-    """Merge a prompt into its most important entries, then let entries go at a fixed place while decoding.
+    """Merge a prompt into its most important entries; evict at a fixed place while decoding.
 
     For instructions, text and images alike: I_j = sum_i mean_h A_hij over all queries and heads of a layer; the best
     are anchors, the same in all heads. Every other entry goes to the anchor nearest in the text, and keys and values

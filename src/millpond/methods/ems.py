@@ -76,7 +76,9 @@ def ems(
         int | str, "with decode=merge: entries that gather before they are merged; auto is 8", SOME_POSITIONS
     ] = "auto",
 ) -> Policy:
-    """Keep what is attended to all along or now, merge what matters less into what is like it, and drop the rest.
+    """Keep what is attended to all along or now, and merge what matters less.
+
+    It is merged into what is like it; the rest is dropped.
 
     s_j = max(g_j, l_j mean(g) / mean(l)), with g the attention from all queries and l that of the last `window`. Each
     KV head keeps its best as centres. An evicted entry in the `cover` share of the score joins the centre c of

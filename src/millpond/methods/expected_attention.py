@@ -98,7 +98,7 @@ def expected_attention(
     recent: Recent = 0,
     decode: GrowInPaper = "grow",
 ) -> Policy:
-    """Keep the entries that later queries should attend to and whose values are long, without seeing a question.
+    """Keep entries with long values that later queries should attend to, for any question.
 
     The prompt's queries before RoPE are taken for a Gaussian with mean mu and covariance Sigma; R is the mean of the
     rotations of the next `future` positions. Entry j then expects z_j = exp(k_j.R mu / sqrt d + k_j^T R Sigma R^T k_j

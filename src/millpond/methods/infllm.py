@@ -47,10 +47,10 @@ class AlwaysAttended(Protect):
 
     def minimum(self) -> int:
         """Return the smallest budget that leaves room for a block that is looked up."""
-        rest = self.sinks + 2 * self.block
-        if isinstance(self.recent, float):  # the first budget of which the share leaves `rest`
-            return math.floor((rest - 1) / (1 - self.recent)) + 1
-        return rest + self.recent
+        attended = self.sinks + 2 * self.block
+        if isinstance(self.recent, float):  # the first budget of which the share leaves `attended`
+            return math.floor((attended - 1) / (1 - self.recent)) + 1
+        return attended + self.recent
 
     def check(self, budget: int) -> None:
         """Check that sinks, newest entries and one block fit into `budget`.
@@ -135,7 +135,7 @@ def infllm(
         Literal["one_distance", "true"], "sinks and looked-up entries stand right after the local ones, or in place"
     ] = "one_distance",
 ) -> Policy:
-    """Store everything, and attend to sinks, the newest entries and the blocks that fit the query best.
+    """Store everything; attend to sinks, newest entries and blocks that fit the query best.
 
     No memory is saved: the budget says how much a query attends to. When `block` entries have left the local window
     they become a block. r_j = sum_i A_ij over the queries i that had j in their window; per query head the mean of the

@@ -62,15 +62,15 @@ class RunPivots(WrappedScore):
     def runs(self, view: View, attention: Tensor) -> Tensor:
         """Return (H, N) int64: the number of each entry's run, ascending like positions."""
         free = view.free
-        alone = rank_by_value(attention, free, torch.zeros_like(free)) < math.floor(self.top * view.budget)
-        free = free & ~alone
+        never_merged = rank_by_value(attention, free, torch.zeros_like(free)) < math.floor(self.top * view.budget)
+        free = free & ~never_merged
         joinable = free & F.pad(free[:, :-1], (1, 0))
-        alike = self._across(F.pad(beside(view.stored("keys")), (1, 0)))
+        similarity = self._across(F.pad(beside(view.stored("keys")), (1, 0)))
         if self.eps is not None:
-            joins = joinable & (alike > self.eps)
+            joins = joinable & (similarity > self.eps)
         else:
             excess = (view.counts - view.budget).clamp(min=0)
-            joins = joinable & (rank_by_value(alike, joinable, torch.zeros_like(free)) < excess[:, None])
+            joins = joinable & (rank_by_value(similarity, joinable, torch.zeros_like(free)) < excess[:, None])
         return (~joins).cumsum(1) - 1
 
     def _across(self, x: Tensor) -> Tensor:
@@ -134,7 +134,9 @@ def kvmerger(
     decode: Annotated[Literal["grow", "merge"], "after the prompt: grow (the paper), or keep merging"] = "grow",
     every: Annotated[int, "with decode=merge: entries that gather before they are merged", SOME_POSITIONS] = 1,
 ) -> Policy:
-    """Merge runs of neighbouring entries whose keys are alike into the one of most attention, per KV head.
+    """Merge runs of neighbouring entries with similar keys into their most attended one.
+
+    Each KV head has its own runs.
 
     Entries j - 1 and j join if cos(k_j-1, k_j) > eps and neither is protected (Algorithm 1); a chain of such pairs is
     a run. Its pivot p is the entry of most accumulated attention, and k* = sum_i w_i k_i, v* = sum_i w_i v_i with

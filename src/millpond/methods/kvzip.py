@@ -81,7 +81,7 @@ def kvzip(
     across: Annotated[bool, "the heads of all layers compete (the paper); else every layer has its budget"] = False,
     sinks: Sinks = 4,
 ) -> Policy:
-    """Keep the entries that the model attends to when it repeats its context, whatever the later question is.
+    """Keep the entries attended to when the model repeats its context, for any later question.
 
     After a prompt the model reads it once more (without the token that marks a text's beginning), behind a question
     for it and over its own cache. s_j = max_i max_h A_hij over the tokens i of question and repetition and the query

@@ -69,8 +69,8 @@ def lag_relative(x: Tensor, chunks: ChunkLayout) -> Tensor:
         none = ~present[..., None]
         low, high = rows.masked_fill(none, float("inf")).amin(2), rows.masked_fill(none, float("-inf")).amax(2)
     next_present = next_filled(present.any(-1))[..., None]
-    place = next_present.clamp(max=len(low[0]) - 1).expand_as(low)
-    low, high = low.gather(1, place), high.gather(1, place)
+    chunk_index = next_present.clamp(max=len(low[0]) - 1).expand_as(low)
+    low, high = low.gather(1, chunk_index), high.gather(1, chunk_index)
     has_range = (high > low) & (next_present < len(low[0]))
     away = rows - torch.where(has_range, low, 0)[:, :, None]
     scaled = away.div_(torch.where(has_range, high - low, float("inf"))[:, :, None])
@@ -97,7 +97,7 @@ def lagkv(
     chunk: Chunk = 256,
     decode: Grow = "grow",
 ) -> Policy:
-    """Keep the entries whose keys and values stand out against the chunk of text that follows them.
+    """Keep the entries whose keys and values stand out against the next chunk of text.
 
     After the sinks the text is cut into chunks of `lag` positions. Keys and values of a chunk are scaled, channel by
     channel, by the minimum and maximum of the next chunk; the standard deviation over channels, softmax over the

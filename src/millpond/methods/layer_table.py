@@ -19,7 +19,7 @@ def layer_table(
     table: Annotated[str, 'weights of the layers, first to last, with semicolons between: "4;2;1;1"'] = "1",
     score: Annotated[str, "the method that chooses inside each layer: snapkv, h2o/sinks=0, ..."] = "snapkv",
 ) -> Policy:
-    """Split the budget over the layers as a table says, and let any other method choose inside each layer.
+    """Split the budget over the layers by a table; any method chooses inside each layer.
 
     Layer l keeps budget x weight_l / mean(weights) entries per KV head, so that the total is that of the same budget
     without a table. A table of entries is one of weights: with their mean as the budget every layer keeps its own

@@ -46,7 +46,7 @@ def locret(
         Literal["absolute", "cache_relative"], "keys stay where the text put them, or gaps close (the paper)"
     ] = "absolute",
 ) -> Policy:
-    """Keep the entries that a small trained network expects to be wanted, whatever the later question is.
+    """Keep entries that a small trained network expects to be used, for any later question.
 
     s = W2 SiLU(W1 [q; k; v] + b1) + b2 for each layer, one number per KV head, of the token's own query, key and value
     before RoPE (Section 3.2). A score depends on the text before it alone, is stored with its entry, and never

@@ -57,7 +57,9 @@ def merge_on_evict(
         int, "where the method evicts while decoding: entries that gather before they are merged", SOME_POSITIONS
     ] = 1,
 ) -> Policy:
-    """Merge the values of entries that leave into the kept entries whose keys point most alike; keys stay as they are.
+    """Merge the values of evicted entries into the kept entries with the most similar keys.
+
+    Keys do not change.
 
     Entry e goes to c(e) = argmax_c cos(k_e, k_c), per KV head. With u_e the cosine and
     w_e = u_e ||v_e|| / (||v_e|| + ||v_c||), v_c <- (v_c + sum_e w_e v_e) / (1 + sum_e w_e). What stays, and where, is

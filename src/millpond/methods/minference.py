@@ -28,7 +28,7 @@ class SparsePrefillPolicy(Policy):
 
     Attributes:
         pattern: Pattern of every head that the table does not name.
-        table: By layer and query head.
+        table: Patterns of other heads, by layer and query head.
     """
 
     pattern: Pattern = field(kw_only=True)
@@ -39,7 +39,7 @@ class SparsePrefillPolicy(Policy):
         return Needs(whole_prompt=True, prompt_patterns=self)
 
     def patterns(self, layer: int, n_heads: int) -> list[Pattern]:
-        """Pattern of each query head of a layer.
+        """Return the pattern of each query head of a layer.
 
         Raises:
             CacheMismatchError: the table names a head that there is not.
@@ -73,7 +73,7 @@ def make_pattern(kind: str, first: int, second: int, last: int = 64) -> Pattern:
 
 @dataclass(frozen=True, slots=True)
 class AShape:
-    """The first entries and the newest ones."""
+    """Pattern of the first entries and the newest ones."""
 
     first: int = 100
     width: int = 800
@@ -102,7 +102,7 @@ class AShape:
 
 @dataclass(frozen=True, slots=True)
 class VerticalSlash:
-    """The columns and the diagonals that the last queries attend to most.
+    """Pattern of the columns and the diagonals that the last queries attend to most.
 
     c_j = sum_i A_ij and d_o = sum_i A_i,i-o over the last queries i; the best columns j and distances o are looked at
     by all. A block of rows attends to every column that a chosen diagonal crosses in it.
@@ -193,8 +193,8 @@ class BlockSparse:
             worth[own_block:] = torch.inf
             max_blocks = max(self.blocks, len(worth) - own_block)
             selected = worth.argsort(descending=True, stable=True)[:max_blocks].sort().values
-            places = (starts[selected, None] + torch.arange(BLOCK, device=starts.device)).flatten()
-            return places[places < end]
+            columns = (starts[selected, None] + torch.arange(BLOCK, device=starts.device)).flatten()
+            return columns[columns < end]
 
         return look
 
@@ -239,7 +239,7 @@ def minference(
         FILE,
     ] = "",
 ) -> Policy:
-    """Read prompts with sparse attention; store everything, and attend to all of it while decoding.
+    """Read prompts with sparse attention; store everything, and decode with all of it.
 
     No memory is saved. Per query head: a_shape sees the first `vertical` and the newest `slash` positions.
     vertical_slash sums the exact attention of the last 64 queries by column and by distance; all queries attend to the
@@ -264,7 +264,7 @@ def minference(
 
 
 def _table(path: str, last: int, ratio: float) -> dict[tuple[int, int], Pattern]:
-    """By layer and query head."""
+    """Return the patterns of a file by layer and query head."""
     rule = 'a list of layers, each a map from query head to [kind, number, number]: [{"0": ["a_shape", 100, 800]}]'
     try:
         layers = json.loads(read_file(path))

@@ -9,7 +9,7 @@ from millpond.policy.scores.attention import LeastAttention
 
 @method("no_heavy", paper="arXiv:2306.14048")
 def no_heavy(recent: Recent = 0.5, sinks: Sinks = 0, reduce: GroupReduce = "mean") -> Policy:
-    """Evict the entries that have gathered most attention: what H2O would lose without its heavy hitters.
+    """Evict the entries with the most attention: H2O without its heavy hitters.
 
     H2O turned round: s_j = - sum_i A_ij, and the recent window as there. A budget of 95 % evicts just the 5 % that
     are heaviest. For study.

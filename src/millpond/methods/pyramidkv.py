@@ -15,7 +15,7 @@ def pyramidkv(
     score: Annotated[str, "the method that chooses inside each layer: snapkv, h2o/sinks=0, ..."] = "snapkv",
     beta: Annotated[float, "steepness: the last layer keeps 1/beta of the mean; 1 is flat", Range(1.0, 1e6)] = 20.0,
 ) -> Policy:
-    """Give each layer its own budget, falling from the first layer to the last on a straight line.
+    """Give each layer its own budget, falling linearly from the first layer to the last.
 
     Of what is not protected (SnapKV's window), b entries on average, the last of L layers keeps b / beta, the first
     2 b - b / beta, and layer l is on the line between them: b_l = b_1 - (l - 1) (b_1 - b_L) / (L - 1). Where the first

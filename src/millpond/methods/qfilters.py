@@ -88,7 +88,7 @@ def qfilters(
     chunk: Chunk = 256,
     decode: Annotated[Literal["grow", "evict"], "after the prompt: grow, or evict at each step"] = "grow",
 ) -> Policy:
-    """Keep the entries whose keys lie in the direction of the queries, whatever the later question is.
+    """Keep entries whose keys point in the direction of queries, for any later question.
 
     s_j = <k_j, f>. f is the first right singular vector of a head's queries, with the sign that gives them a positive
     mean, averaged over the query heads of a group: the mean logit of key j is proportional to it (Theorem 3.3). No

@@ -45,8 +45,8 @@ class LazyLayers:
         """
         assert view.signal is not None, "the cache provides the signal that a score declares"
         attention = view.signal.double().masked_fill(~view.valid, 0)
-        near = (view.positions < self.sinks) | (view.positions >= view.seen - self.recent)
-        return float(attention.masked_fill(~near, 0).sum() / attention.sum())
+        protected = (view.positions < self.sinks) | (view.positions >= view.seen - self.recent)
+        return float(attention.masked_fill(~protected, 0).sum() / attention.sum())
 
     def decide(self, measured: Sequence[float]) -> LayerAllocation:
         """Return the allocation for the measurements of all layers."""
@@ -69,8 +69,8 @@ class Divided:
         eager = len(self.lazy) - sum(self.lazy)
         if not eager:
             return [float(budget)] * len(self.lazy)
-        rest = (budget * len(self.lazy) - least * sum(self.lazy)) / eager
-        return [float(least) if lazy else rest for lazy in self.lazy]
+        eager_entries = (budget * len(self.lazy) - least * sum(self.lazy)) / eager
+        return [float(least) if lazy else eager_entries for lazy in self.lazy]
 
 
 @method("simlayerkv", paper="arXiv:2410.13846")
@@ -82,7 +82,7 @@ def simlayerkv(
     recent: Annotated[int, "newest positions that always stay; the paper has 1024", POSITIONS] = 64,
     score: Annotated[str, "the method whose queries are watched, and that chooses in the other layers"] = "snapkv",
 ) -> Policy:
-    """Let lazy layers keep the sinks and the newest entries alone, and give what they leave to the other layers.
+    """Let lazy layers keep sinks and newest entries alone; the other layers get the rest.
 
     Layer l is lazy if the last queries of the prompt (SnapKV's window of 32) pay more than the threshold to sinks and
     newest, as a mean over its heads: sum_{j < sinks or j >= n - recent} mean_{h,i} A_ij > threshold. The paper's

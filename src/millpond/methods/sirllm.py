@@ -88,7 +88,9 @@ def sirllm(
     sinks: Sinks = 4,
     decode: Annotated[Literal["evict", "grow"], "after the prompt: evict at each step, or grow"] = "evict",
 ) -> EntropyPolicy:
-    """Keep the tokens that surprised the model, the first and the newest ones, the same in all layers and heads.
+    """Keep the tokens that surprised the model, in all layers and heads.
+
+    The first and the newest ones stay too.
 
     The score of token j is e_j = -log P(x_j | x_<j), by the model's own prediction when it came. A round is a prompt
     and what is decoded after it; when the next one begins, every stored e_j is multiplied by `decay` (the paper's

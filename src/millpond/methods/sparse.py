@@ -40,7 +40,7 @@ def fixed(
     recent: Recent = 0.5,
     sinks: Sinks = 0,
 ) -> Policy:
-    """Keep the newest entries and the last few of every block of the text before them, whatever it says.
+    """Keep the newest entries and the last few of every block of the text before them.
 
     Departs from the paper: the block that is being read is the recent window here. With block=0 its length is
     width times a power of two, which doubles as the text grows.

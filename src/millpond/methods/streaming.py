@@ -20,7 +20,9 @@ def streaming(
     ] = "cache_relative",
     decode: EvictInPaper = "evict",
 ) -> Policy:
-    """Keep the first tokens and the newest ones, at positions inside the cache, for endless text.
+    """Keep the first tokens and the newest ones, at positions inside the cache.
+
+    So a text may be endless.
 
     Keeps [0, sinks) and the newest budget - sinks entries. Attention depends on distances only, so the paper's
     in-cache positions are reached by rotating just the sinks, exactly, to lie right before the oldest recent entry.

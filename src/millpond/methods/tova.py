@@ -17,7 +17,7 @@ def tova(
     ] = "once",
     decode: EvictInPaper = "evict",
 ) -> Policy:
-    """Drop the entry that the newest query attends to least, the same one in all heads of a layer.
+    """Drop the entry that the newest query attends to least, the same in all heads of a layer.
 
     s_j = mean_h A[h, t, j] over all query heads h of the layer, t the newest query; no window, no sinks.
 

@@ -35,9 +35,8 @@ from millpond.models.dtype_name import dtype_name
 from millpond.models.gguf.convert import converted_folder, find_gguf
 from millpond.models.gguf.converted import NOTE
 from millpond.models.installed import installed_folder, installed_models
-from millpond.models.untrusted.config import check_config, check_parameters
+from millpond.models.untrusted.config import check_config, check_parameters, check_templates
 from millpond.models.untrusted.folder import check_model_folder
-from millpond.models.untrusted.template import check_templates
 
 T = TypeVar("T")
 

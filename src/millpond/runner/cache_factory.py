@@ -20,21 +20,17 @@ from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.recurrent_states import StateSlots
 from millpond.cache.state.token_ids import TokenIds
 from millpond.cache.tiered.disk_tier import DiskTier
-from millpond.codec import Codec, CodecSpec, Format, LayerCodecs, before_rope, codecs_of, resolve
+from millpond.codec import Codec, CodecSpec, Format, LayerCodecs, before_rope, codecs_of
 from millpond.errors import BudgetError, OptionError
-from millpond.hf.calibration.load import CalibrationSource, calibrated
-from millpond.hf.compress import budget_of, check_bytes_by_layer, policy_of
-from millpond.hf.key_biases import with_key_scales
+from millpond.hf.cache_spec import CacheSpec, policy_of
+from millpond.hf.calibration.load import CalibrationSource
 from millpond.hf.model_profile import ModelProfile
-from millpond.hf.retaining_heads import gates_finder, heads_finder
-from millpond.hf.shared_keys import check_shared
 from millpond.hf.signals.output_projection import attach_output_projections
 from millpond.hf.signals.rotary import ModelRotation, attach_rotations, rolling_rotations
-from millpond.hf.tokenizer_source import TokenizerSource
 from millpond.kernels.decode_rules import Evict
 from millpond.option_files import OptionFile
 from millpond.policy.rolling import rolling_policy
-from millpond.runner.cache_layout import CacheLayout, bounded_policy, check_packable
+from millpond.runner.cache_layout import CacheLayout, check_packable
 from millpond.runner.packed_model import LayerShape, PackedModel
 from millpond.runner.state_mixers import CarriedStates
 
@@ -121,27 +117,22 @@ class CacheFactory(CacheLayout):
     ) -> None:
         policy = policy_of(method, dict(options))
         check_packable(method, policy.needs)
-        policy = policy.with_tokens(TokenizerSource(tokenizer))
-        policy = policy.with_heads(heads_finder(model.model)).with_gates(gates_finder(model.model))
-        kept = budget_of(method, budget, policy)
         profile = ModelProfile.of(model.model)  # modules may have been replaced since `model` was made
-        check_shared(profile, policy, method)
-        policy = bounded_policy(policy, kept)
+        spec = CacheSpec.of(
+            model.model, profile, policy, method, budget, codec, tokenizer=tokenizer, calibration=calibration
+        )
+        policy, kept, stored = spec.policy, spec.budget, spec.stored
         if tier is not None and policy.needs_all_layers:
             raise OptionError(
                 f"method {method!r} compares all layers when it plans, and those on the disk are here one at a time; "
                 "keep KV in memory (a plan with kv={'host': 1}), or use a method that plans each layer alone, such as "
                 "'h2o' or 'snapkv'"
             )
-        stored = calibrated(resolve(codec), calibration, model.model, profile.n_layers)
-        stored = with_key_scales(stored, profile, model.model)
         rotations: list[ModelRotation | None] = []
         if reach is not None:
             stored, rotations = formats_before_rope(stored), rolling_rotations(profile)
             policy = rolling_policy(policy, method, bool(codecs_of(stored)))
-        for one in codecs_of(stored):
-            policy.check_codec(one)
-        check_bytes_by_layer(stored, policy, kept)
+        CacheSpec(policy, kept, stored).check()
         pools = pools_by_layer(stored, profile.n_layers, lambda one: find_pools(one or model.dtype, policy.mass_bias))
         super().__init__(policy, kept, pools, model.layers, model.dtype, model.device)
         self.whole_prompt = policy.needs.whole_prompt or (model.states is not None and model.states.restarts)

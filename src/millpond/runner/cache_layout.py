@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
@@ -10,13 +11,14 @@ from millpond.budget import Budget
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import PagePool, QuantizedPool
 from millpond.cache.pages.pool_set import LayerPools
-from millpond.cache.state.rerotation import places_ahead
+from millpond.cache.state.rerotation import positions_ahead
 from millpond.codec import Codec
 from millpond.errors import OptionError
-from millpond.hf.layer_budgets import LayerBudgets, within
+from millpond.hf.layer_budgets import LayerBudgets
 from millpond.policy.needs import Needs
 from millpond.policy.policy import Policy
 from millpond.policy.scores.attention import Recency
+from millpond.runner.layer_demand import LayerDemand, LayerLayout
 from millpond.runner.packed_model import LayerShape
 
 
@@ -83,6 +85,75 @@ class CacheLayout:
             return []
         return self.pools.of(layer.index).packed(layer.index, layer.key_dim, layer.value_dim, self._device)
 
+    @cached_property
+    def layer_layouts(self) -> list[LayerLayout]:
+        """Pools and number format of each layer.
+
+        Raises:
+            OptionError: a head_dim that the format's groups do not divide.
+        """
+        evicts_codes = not self.policy.keeps_all and (self.policy.every_step or self.policy.bounded)
+        return [
+            LayerLayout(
+                layer,
+                self.pool(layer),
+                self.prompt_pool(layer),
+                tuple(self.packed_pools(layer)),
+                self.codec(layer),
+                evicts_codes,
+            )
+            for layer in self._layers
+        ]
+
+    def demands(self, prompt: int, answer: int) -> list[LayerDemand]:
+        """Return the demand of each layer for a request of a prompt and answers.
+
+        While the prompt is read all of it is held unquantized, since nothing is planned before its end, or the budget
+        and a chunk if each chunk ends with an eviction. Then a layer holds its budget, with as many more entries as its
+        method adds before it evicts or merges again; or, for methods that keep all or grow while decoding, those of the
+        answer too.
+
+        Args:
+            prompt: Tokens of the prompt.
+            answer: Most tokens of an answer.
+        """
+        demands = []
+        for index, layer in enumerate(self.layer_layouts):
+            table = PageTable(layer.pool, 1, layer.shape.n_kv_heads)
+            kept, decoded = self._decode_entries(index, table, prompt, answer)
+            read = self._prompt_entries(index, table, prompt)
+            demands.append(LayerDemand(layer, read, kept, decoded, prompt, answer))
+        return demands
+
+    def _prompt_entries(self, layer: int, table: PageTable, prompt: int) -> int:
+        """Return the most entries per KV head of a layer that reads a prompt of `prompt` tokens."""
+        policy, prompt = self.policy, self.within_context(prompt)
+        if policy.prefill == "once":
+            return prompt
+        budget = min(prompt, self.entries(layer, prompt, table))
+        return min(prompt, budget + (policy.chunk if policy.prefill == "chunks" else 1))
+
+    def _decode_entries(self, layer: int, table: PageTable, prompt: int, answer: int) -> tuple[int, int]:
+        """Return the mean entries per KV head after the plan, and the most while decoding."""
+        policy, total = self.policy, prompt + answer
+        window = self._layers[layer].window
+        if policy.keeps_all:
+            before, after = prompt, total
+        else:
+            budget = self.entries(layer, total if policy.grows else prompt, table)
+            before = min(prompt, budget)
+            if policy.bounded:
+                after = min(total, budget + policy.plan_every)
+            elif policy.heads_may_keep_all:
+                before, after = prompt, total
+            elif policy.every_step:
+                after = min(total, budget + policy.plan_every)
+            else:
+                after = before + answer
+        if window:
+            before, after = min(before, window), min(after, window + policy.plan_every)
+        return before, max(before, after)
+
     @property
     def state_bytes(self) -> int:
         """Bytes of the recurrent and convolution states of one sequence: none, but for hybrids."""
@@ -122,7 +193,7 @@ class CacheLayout:
         blocks = 0 if lookup is None else total // lookup.protect.block
         return sum(
             layer.key_dim * layer.n_queries * (queries * size + blocks * wide)
-            + layer.key_dim * layer.n_kv_heads * sinks * (wide + places_ahead(sinks) * size)
+            + layer.key_dim * layer.n_kv_heads * sinks * (wide + positions_ahead(sinks) * size)
             for layer in self._layers
         )
 
@@ -142,18 +213,6 @@ class _RequestBudgets(LayerBudgets):
 
     def _entries_of_bytes(self, table: PageTable, amount: int) -> int:
         return super()._entries_of_bytes(table, amount * table.n_seq)
-
-
-def bounded_policy(policy: Policy, budget: Budget | None) -> Policy:
-    """Return the policy under a budget.
-
-    Raises:
-        BudgetError: a budget in tokens that is smaller than what the policy protects.
-    """
-    policy = within(policy, budget)
-    if budget is not None and budget.kind == "tokens":
-        policy.check_budget(int(budget.amount))
-    return policy
 
 
 def check_packable(method: str, needs: Needs) -> None:

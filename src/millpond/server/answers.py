@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from millpond.engine.outputs import Completion, RequestOutput
 from millpond.engine.request import Request
 from millpond.server.errors import ApiError
-from millpond.server.usage import choice_stats, for_chat, for_completions, openai_reason, usage
+from millpond.server.usage import choice_figures, for_chat, for_completions, openai_reason, usage
 
 
 class EventWriter(Protocol):
@@ -120,7 +120,7 @@ class ResponseFormat(Protocol):
 def end_of(completion: Completion) -> dict[str, Any]:
     """Return the reason of the end, with what only Millpond tells of it, once there is one."""
     ended = completion.finish_reason is not None
-    return {"finish_reason": openai_reason(completion)} | ({"millpond": choice_stats(completion)} if ended else {})
+    return {"finish_reason": openai_reason(completion)} | ({"millpond": choice_figures(completion)} if ended else {})
 
 
 @dataclass(frozen=True, slots=True)

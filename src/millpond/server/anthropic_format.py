@@ -12,9 +12,9 @@ from millpond.engine.outputs import Completion, RequestOutput
 from millpond.engine.request import Request
 from millpond.server.answers import StreamCursor, event_text
 from millpond.server.errors import ApiError
-from millpond.server.tools.reader import Arguments, CallBegins, CallBreaks, CallEnds, Content, Event
+from millpond.server.tools.reader import Arguments, CallBegins, CallBreaks, CallEnds, Content, Event, pieces_of
 from millpond.server.tools.tool_choice import Tools
-from millpond.server.usage import choice_stats, openai_reason, usage
+from millpond.server.usage import choice_figures, openai_reason, usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +43,12 @@ class MessagesCall:
         """Return the whole message."""
         (output,) = answers
         (completion,) = output.completions
-        blocks: list[dict[str, Any]] = []
-        called = arguments = ""
-        for event in self._read(completion.text):
-            match event:
-                case Content(text) | CallBreaks(text):
-                    if not blocks or blocks[-1]["type"] != "text":
-                        blocks.append({"type": "text", "text": ""})
-                    blocks[-1]["text"] += text
-                case CallBegins(name):
-                    called, arguments = name, ""
-                case Arguments(text):
-                    arguments += text
-                case CallEnds():
-                    blocks.append(self.call(called) | {"input": input_of(arguments)})
+        blocks = [
+            {"type": "text", "text": piece.text}
+            if piece.name is None
+            else self.call(piece.name) | {"input": input_of(piece.text)}
+            for piece in pieces_of(self._read(completion.text))
+        ]
         calls = sum(block["type"] == "tool_use" for block in blocks)
         return self.message(model) | {"content": blocks, "usage": usage_of(output)} | self.end(completion, calls)
 
@@ -102,7 +94,7 @@ class MessagesCall:
         else:
             full = completion.finish_reason == "length" and len(completion.token_ids) < self.most
             why = "model_context_window_exceeded" if full else "max_tokens"
-        return {"stop_reason": why, "stop_sequence": stopped, "millpond": choice_stats(completion)}
+        return {"stop_reason": why, "stop_sequence": stopped, "millpond": choice_figures(completion)}
 
 
 class MessageEvents:

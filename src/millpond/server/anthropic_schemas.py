@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, StrictBool, Tag, field_validator, model_validator
+from pydantic import BeforeValidator, Field, StrictBool, field_validator, model_validator
 
-from millpond.server.messages import MAX_NAME, MAX_TOOLS, NAMES, Body, CacheControl, Echo, Name, length_of
-from millpond.server.schemas import Label, StopText, TokenFields
+from millpond.server.messages import MAX_NAME, MAX_TOOLS, NAMES, Body, CacheControl, Echo, Name, TextOr, length_of
+from millpond.server.schemas import ClientNote, StopText, TokenFields
 
-#: Tags of what is a text or a list; that of lists replaces an error, where "" says nothing more.
-_TEXT, _LIST = "text", ""
 #: Blocks that no model here reads, or that Anthropic's own servers make.
 _UNREAD = {
     "image": "models here read text; describe the picture, or leave it out",
@@ -21,10 +19,6 @@ _UNREAD = {
     "container_upload": "there is no container; send the file's text in a text block",
 }
 _OF_SERVERS = "this server runs no tools of its own; leave the block out"
-
-
-def _text_or_list(value: Any) -> str:
-    return _TEXT if isinstance(value, str) else _LIST
 
 
 def _readable(given: Any) -> Any:
@@ -101,13 +95,7 @@ class ToolResultBlock(Body):
 
     type: Literal["tool_result"]
     tool_use_id: Name
-    content: (
-        Annotated[
-            Annotated[str, Tag(_TEXT)] | Annotated[list[ResultPart], Field(fail_fast=True), Tag(_LIST)],
-            Discriminator(_text_or_list),
-        ]
-        | None
-    ) = None
+    content: TextOr[ResultPart] | None = None
     is_error: StrictBool | None = None
     cache_control: CacheControl | None = None
     toolset_name: None = None
@@ -129,10 +117,7 @@ class AnthropicMessage(Body):
     """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[
-        Annotated[str, Tag(_TEXT)] | Annotated[list[Block], Field(fail_fast=True), Tag(_LIST)],
-        Discriminator(_text_or_list),
-    ]
+    content: TextOr[Block]
 
     @model_validator(mode="after")
     def _of_role(self) -> AnthropicMessage:
@@ -241,13 +226,7 @@ class PromptFields(Body):
 
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, fail_fast=True)]
-    system: (
-        Annotated[
-            Annotated[str, Tag(_TEXT)] | Annotated[list[TextBlock], Field(fail_fast=True), Tag(_LIST)],
-            Discriminator(_text_or_list),
-        ]
-        | None
-    ) = None
+    system: TextOr[TextBlock] | None = None
     tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Annotated[AutoChoice | AnyChoice | ToolChoice | NoChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
@@ -257,8 +236,8 @@ class PromptFields(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     # said for Anthropic's servers; no answer of this one depends on them
     speed: Literal["standard"] | None = None
-    user_profile_id: Label | None = None
-    workspace_id: Label | None = None
+    user_profile_id: ClientNote | None = None
+    workspace_id: ClientNote | None = None
     # the only values that can be obeyed
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
     container: None = None
@@ -273,7 +252,7 @@ class MessagesBody(PromptFields, TokenFields):
 
     max_tokens: int = Field(ge=1)
     stop_sequences: Annotated[list[StopText], Field(max_length=16)] | None = None
-    metadata: Annotated[dict[Label, Label | None], Field(max_length=16)] | None = None  # type: ignore[assignment]
-    inference_geo: Label | None = None
+    metadata: Annotated[dict[ClientNote, ClientNote | None], Field(max_length=16)] | None = None  # type: ignore[assignment]
+    inference_geo: ClientNote | None = None
     diagnostics: None = None
     stop: None = None

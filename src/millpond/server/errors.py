@@ -74,6 +74,10 @@ UNSUPPORTED = {
 }
 
 
+#: Every field of every body by name, for suggestions; bodies add theirs.
+KNOWN_FIELDS: set[str] = set()
+
+
 class ApiError(Exception):
     """An answer that is an error.
 
@@ -189,12 +193,12 @@ def of_validation(errors: Iterable[Mapping[str, Any]]) -> ApiError:
 
 
 def _unknown(place: list[str]) -> str:
-    from millpond.server.known_fields import KNOWN
-
     name = place[-1]
     if name in UNSUPPORTED:
         return f"{'.'.join(place)} is not supported: {UNSUPPORTED[name]}"
-    others = [known for known in KNOWN if known not in UNSUPPORTED and known != name]  # it may be known elsewhere
+    others = [
+        known for known in sorted(KNOWN_FIELDS) if known not in UNSUPPORTED and known != name
+    ]  # it may be known elsewhere
     close = difflib.get_close_matches(name, others, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"unknown field {'.'.join(place)!r}{hint}"

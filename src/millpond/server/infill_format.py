@@ -10,7 +10,7 @@ from millpond.engine.outputs import Completion, RequestOutput
 from millpond.engine.request import Request
 from millpond.server.answers import event_text
 from millpond.server.errors import ApiError
-from millpond.server.usage import choice_stats, usage
+from millpond.server.usage import choice_figures, usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class InfillCall:
             "stop_type": kind,
             "stopping_word": stopped or "",
             "timings": _timings(output, figures["prompt_tokens"] - cached, new),
-            "millpond": choice_stats(completion),
+            "millpond": choice_figures(completion),
         }
         return picked(fields, self.fields)
 

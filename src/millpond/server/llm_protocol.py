@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from millpond.engine.cluster_figures import ClusterFigures, DrainResult, WorkerInfo
 from millpond.engine.outputs import CacheSnapshot, EngineStats, RequestOutput
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sessions.store import SessionStore
@@ -83,86 +84,11 @@ class ServedLLM(Protocol):
         ...
 
 
-class ServedWorker(Protocol):
-    """One worker: see `millpond.cluster.figures.WorkerInfo`."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def role(self) -> str: ...
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def node(self) -> str: ...
-
-    @property
-    def state(self) -> str: ...
-
-    @property
-    def requests(self) -> int: ...
-
-    @property
-    def handoff_bytes(self) -> int: ...
-
-    @property
-    def stats(self) -> EngineStats | None: ...
-
-
-class MoveCounters(Protocol):
-    """Counters of a cluster: see `millpond.cluster.figures.ClusterFigures`."""
-
-    @property
-    def moved(self) -> int: ...
-
-    @property
-    def moved_bytes(self) -> int: ...
-
-    @property
-    def full_bytes(self) -> int: ...
-
-    @property
-    def replayed(self) -> int: ...
-
-    @property
-    def deaths(self) -> int: ...
-
-    @property
-    def move_s(self) -> float: ...
-
-    @property
-    def checkpoints(self) -> int: ...
-
-    @property
-    def checkpoint_bytes(self) -> int: ...
-
-    @property
-    def resumed(self) -> int: ...
-
-
-class DrainReport(Protocol):
-    """The end of a drain: see `millpond.cluster.figures.DrainResult`."""
-
-    @property
-    def worker(self) -> str: ...
-
-    @property
-    def moved(self) -> int: ...
-
-    @property
-    def replayed(self) -> int: ...
-
-    @property
-    def seconds(self) -> float: ...
-
-
 @runtime_checkable
 class ServedCluster(ServedLLM, Protocol):
     """A `ServedLLM` of several workers."""
 
-    def workers(self) -> Sequence[ServedWorker]:
+    def workers(self) -> Sequence[WorkerInfo]:
         """Return all workers."""
         ...
 
@@ -170,11 +96,11 @@ class ServedCluster(ServedLLM, Protocol):
         """Return numbers of workers that take new requests, by role; 0 where there is none."""
         ...
 
-    def figures(self) -> MoveCounters:
+    def figures(self) -> ClusterFigures:
         """Return counters of moves, replays and losses."""
         ...
 
-    async def drain(self, worker: str, *, replace: bool = True) -> DrainReport:
+    async def drain(self, worker: str, *, replace: bool = True) -> DrainResult:
         """Give the requests of a worker to others, and end it.
 
         Raises:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from millpond.engine.chunks.prompt import Chunk
 from millpond.prompt_marks import Span
 from millpond.server.errors import ApiError
 from millpond.server.messages import Message
+from millpond.server.prompt_marks import MessagePieces
 
 #: Chunks of one prompt, at most.
 MAX_CHUNKS = 256
@@ -21,32 +22,22 @@ class EnclosedMessages:
 
     Args:
         messages: The messages.
-        pieces: Of each message, [begin, end) of those of its text, in characters, one after another; None: all of it.
-        reasoning: They are pieces of `reasoning_content` instead.
-        optional: A template may leave pieces out.
+        pieces: Pieces of them; None: all text of each.
         ends: Only their ends are marked, so that a template may leave beginnings out, such as earlier thoughts.
 
     Attributes:
         messages: Messages with the marks, inside of white space, which templates strip.
     """
 
-    def __init__(
-        self,
-        messages: Sequence[Message],
-        pieces: Sequence[Sequence[Span]] | None = None,
-        *,
-        reasoning: bool = False,
-        optional: bool = False,
-        ends: bool = False,
-    ) -> None:
-        self._reasoning, self._optional, self._ends = reasoning, optional, ends
+    def __init__(self, messages: Sequence[Message], pieces: MessagePieces | None = None, *, ends: bool = False) -> None:
+        pieces = MessagePieces([[(0, len(message.text))] for message in messages]) if pieces is None else pieces
+        self._reasoning, self._optional, self._ends = pieces.in_reasoning, pieces.is_optional, ends
         self._secret = secrets.token_hex(12)
         self._marked: list[bool] = []  # by piece
-        every = [[(0, len(text_of(message)))] for message in messages] if pieces is None else pieces
-        self.messages = [self._enclosed(message, own) for message, own in zip(messages, every, strict=True)]
+        self.messages = [self._enclosed(message, spans) for message, spans in zip(messages, pieces.spans, strict=True)]
 
     def _enclosed(self, message: Message, pieces: Sequence[Span]) -> Message:
-        text = (message.reasoning_content or "") if self._reasoning else text_of(message)
+        text = (message.reasoning_content or "") if self._reasoning else message.text
         out, behind = "", 0
         for begin, end in pieces:
             piece = text[begin:end]
@@ -100,17 +91,6 @@ class EnclosedMessages:
         if plain + marked != text:
             raise _changed()
         return spans
-
-
-def text_of(message: Message) -> str:
-    """Return all text of a message."""
-    content = message.content
-    return "".join(part.text for part in content) if isinstance(content, list) else content or ""
-
-
-def has_chunks(messages: Iterable[Message]) -> bool:
-    """Whether a part of a message is marked as a chunk."""
-    return any(isinstance(m.content, list) and any(part.chunk for part in m.content) for m in messages)
 
 
 class MarkedChunks:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     PrivateAttr,
     StrictBool,
+    Tag,
     field_validator,
     model_validator,
 )
+
+from millpond.server.errors import KNOWN_FIELDS
 
 #: Of one chat at most: tools, and calls in one message.
 MAX_TOOLS, MAX_CALLS = 128, 128
@@ -31,6 +35,21 @@ def _short(value: Any) -> Any:
     return value
 
 
+#: Tags of what is a text or a list; that of lists replaces an error, where "" says nothing more.
+TEXT, LIST = "text", ""
+T = TypeVar("T")
+
+
+def text_or_list(value: Any) -> str:
+    """Return the tag of a value."""
+    return TEXT if isinstance(value, str) else LIST
+
+
+#: A text, or a list of parts.
+TextOr = Annotated[
+    Annotated[str, Tag(TEXT)] | Annotated[list[T], Field(fail_fast=True), Tag(LIST)], Discriminator(text_or_list)
+]
+
 #: What says again what is said elsewhere, and is not read.
 Echo = Annotated[Any, AfterValidator(_short), Field(exclude=True)]
 
@@ -39,6 +58,10 @@ class Body(BaseModel):
     """Refuses unknown fields, infinities and NaN."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        KNOWN_FIELDS.update(cls.model_fields)
 
 
 class CacheControl(Body):
@@ -124,6 +147,17 @@ class Message(Body):
         """Whether it, or a part of it, is marked with `cache_control`."""
         parts = self.content if isinstance(self.content, list) else []
         return self.cache_control is not None or any(part.cache_control is not None for part in parts)
+
+    @property
+    def text(self) -> str:
+        """All text of it."""
+        content = self.content
+        return "".join(part.text for part in content) if isinstance(content, list) else content or ""
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether a part of it is marked as a chunk."""
+        return isinstance(self.content, list) and any(part.chunk for part in self.content)
 
     @property
     def length(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,10 +11,11 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from millpond.cache.chunks.store import ChunkStoreStats
+from millpond.engine.cluster_figures import WorkerInfo
 from millpond.engine.outputs import EngineStats, PrefixStats, RequestOutput
 from millpond.engine.sessions.folder import SessionStats
 from millpond.server.admission import AdmissionControl
-from millpond.server.llm_protocol import ServedCluster, ServedLLM, ServedWorker
+from millpond.server.llm_protocol import ServedCluster, ServedLLM
 
 #: Seconds. From a tiny model in memory to a long prompt behind a queue.
 _TTFT = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -37,16 +38,27 @@ class EngineCollector(Collector):
             "engine_step_age_seconds": ("Seconds since the step began that the engine is at.", self._llm.step_age_s),
             "engine_stalled": ("1 while the engine hangs or has ended.", int(self._admission.trouble is not None)),
         }
-        for name, (text, value) in (gauges_of(stats) | admission).items():
-            yield GaugeMetricFamily(f"millpond_{name}", text, value)
-        for name, (text, value) in counters_of(stats).items():
-            yield CounterMetricFamily(f"millpond_{name}", text, value)
+        yield from _families(GaugeMetricFamily, "", gauges_of(stats) | admission)
+        yield from _families(CounterMetricFamily, "", counters_of(stats))
         if stats.prefix is not None:
             yield from _of_prefix_cache(stats.prefix)
         if stats.chunks is not None:
             yield from _of_chunks(stats.chunks)
         if stats.sessions is not None:
             yield from _of_sessions(stats.sessions)
+
+
+def _families(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    prefix: str,
+    numbers: Mapping[str, tuple[str, float]],
+    labels: Mapping[str, str] | None = None,
+) -> Iterator[Metric]:
+    """Yield a family for each number, which comes with its text, by the end of its name."""
+    for name, (text, value) in numbers.items():
+        family = kind(f"millpond_{prefix}{name}", text, labels=[*(labels or {})])
+        family.add_metric([*(labels or {}).values()], value)
+        yield family
 
 
 def _of_sessions(stats: SessionStats) -> Iterator[Metric]:
@@ -56,8 +68,7 @@ def _of_sessions(stats: SessionStats) -> Iterator[Metric]:
         "disk_limit_bytes": ("What stored turns may never exceed.", stats.disk_limit),
         "waiting_bytes": ("Bytes of turns that wait to be written.", stats.waiting_bytes),
     }
-    for name, (text, value) in gauges.items():
-        yield GaugeMetricFamily(f"millpond_session_{name}", text, value)
+    yield from _families(GaugeMetricFamily, "session_", gauges)
     counters = {
         "hits": ("Requests that continued a stored turn.", stats.hits),
         "misses": ("Other requests that could have.", stats.misses),
@@ -68,8 +79,7 @@ def _of_sessions(stats: SessionStats) -> Iterator[Metric]:
         "write_failures": ("Files of turns that the disk did not take.", stats.write_failures),
         "read_failures": ("Files of turns that the disk did not give.", stats.read_failures),
     }
-    for name, (text, value) in counters.items():
-        yield CounterMetricFamily(f"millpond_session_{name}", text, value)
+    yield from _families(CounterMetricFamily, "session_", counters)
 
 
 def gauges_of(stats: EngineStats) -> dict[str, tuple[str, int]]:
@@ -121,8 +131,7 @@ def _of_chunks(stats: ChunkStoreStats) -> Iterator[Metric]:
         "load_failures": ("Requests whose chunks could not be loaded, and were computed.", stats.load_failures),
         "not_finite": ("Variants with numbers that the store's format cannot hold.", stats.not_finite),
     }
-    for name, (text, value) in counters.items():
-        yield CounterMetricFamily(f"millpond_chunk_{name}", text, value)
+    yield from _families(CounterMetricFamily, "chunk_", counters)
 
 
 def _of_prefix_cache(prefix: PrefixStats) -> Iterator[Metric]:
@@ -132,10 +141,7 @@ def _of_prefix_cache(prefix: PrefixStats) -> Iterator[Metric]:
         "prefix_sums_bytes": ("Bytes of sums over queries at breakpoints.", prefix.sums_bytes),
         "prefix_disk_blocks": ("Blocks of prompts on the disk.", prefix.disk_blocks),
     }
-    for name, (text, value) in gauges.items():
-        gauge = GaugeMetricFamily(f"millpond_{name}", text, labels=["rule"])
-        gauge.add_metric([prefix.rule], value)
-        yield gauge
+    yield from _families(GaugeMetricFamily, "", gauges, {"rule": prefix.rule})
     counters = {
         "prefix_blocks_returned": ("Blocks of prompts that came back from the disk.", prefix.returned),
         "prefix_blocks_lost": ("Blocks of prompts on the disk that could not be read.", prefix.lost),
@@ -143,10 +149,7 @@ def _of_prefix_cache(prefix: PrefixStats) -> Iterator[Metric]:
         "prefix_block_misses": ("Blocks of prompts that were not in the prefix cache.", prefix.misses),
         "prefix_blocks_evicted": ("Blocks that the paging rule chose to evict.", prefix.evicted),
     }
-    for name, (text, value) in counters.items():
-        counter = CounterMetricFamily(f"millpond_{name}", text, labels=["rule"])
-        counter.add_metric([prefix.rule], value)
-        yield counter
+    yield from _families(CounterMetricFamily, "", counters, {"rule": prefix.rule})
 
 
 class WorkerCollector(Collector):
@@ -167,21 +170,20 @@ class WorkerCollector(Collector):
             states.add_metric([role, state], number)
         yield states
         yield from self._of_workers(workers)
-        yield CounterMetricFamily("millpond_moved_requests", "Requests that moved between workers.", figures.moved)
-        yield CounterMetricFamily("millpond_moved_bytes", "Bytes that moved with requests.", figures.moved_bytes)
-        yield CounterMetricFamily(
-            "millpond_moved_full_bytes", "Bytes of full caches of the requests that moved.", figures.full_bytes
-        )
-        yield CounterMetricFamily("millpond_move_seconds", "From offers of requests to arrivals.", figures.move_s)
-        yield CounterMetricFamily("millpond_replayed_requests", "Requests that were begun again.", figures.replayed)
-        yield CounterMetricFamily("millpond_checkpoints", "Copies of requests that decode.", figures.checkpoints)
-        yield CounterMetricFamily(
-            "millpond_checkpoint_bytes", "Bytes of copies of requests that decode.", figures.checkpoint_bytes
-        )
-        yield CounterMetricFamily("millpond_resumed_requests", "Requests that went on from a copy.", figures.resumed)
-        yield CounterMetricFamily("millpond_worker_deaths", "Workers that ended or did not answer.", figures.deaths)
+        counters = {
+            "moved_requests": ("Requests that moved between workers.", figures.moved),
+            "moved_bytes": ("Bytes that moved with requests.", figures.moved_bytes),
+            "moved_full_bytes": ("Bytes of full caches of the requests that moved.", figures.full_bytes),
+            "move_seconds": ("From offers of requests to arrivals.", figures.move_s),
+            "replayed_requests": ("Requests that were begun again.", figures.replayed),
+            "checkpoints": ("Copies of requests that decode.", figures.checkpoints),
+            "checkpoint_bytes": ("Bytes of copies of requests that decode.", figures.checkpoint_bytes),
+            "resumed_requests": ("Requests that went on from a copy.", figures.resumed),
+            "worker_deaths": ("Workers that ended or did not answer.", figures.deaths),
+        }
+        yield from _families(CounterMetricFamily, "", counters)
 
-    def _of_workers(self, workers: Sequence[ServedWorker]) -> Iterator[Metric]:
+    def _of_workers(self, workers: Sequence[WorkerInfo]) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
         for one in workers:
             own = {

@@ -24,7 +24,6 @@ from millpond.prompt_marks import (
 )
 from millpond.server.errors import ApiError
 from millpond.server.llm_protocol import ServedLLM
-from millpond.server.message_spans import EnclosedMessages, has_chunks, text_of
 from millpond.server.messages import Message
 from millpond.server.schemas import CacheFields
 
@@ -199,6 +198,20 @@ def _check_places(places: Sequence[int], length: int, unit: str, shared: bool, p
 # ---------------------------------------------------------------------------------------------------------- of a chat
 
 
+class MessagePieces(NamedTuple):
+    """Pieces of the messages of a chat.
+
+    Attributes:
+        spans: Of each message, [begin, end) of those of its text, in characters, one after another.
+        in_reasoning: They are pieces of `reasoning_content` instead.
+        is_optional: A template may leave pieces out.
+    """
+
+    spans: Sequence[Sequence[Span]]
+    in_reasoning: bool = False
+    is_optional: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class ChatMarks:
     """Marks of the messages of a chat.
@@ -206,8 +219,8 @@ class ChatMarks:
     Attributes:
         messages: Messages of the chat.
         is_chunked: Whether parts of them are chunks, and nothing else is marked.
-        keep: The messages with their pieces that stay enclosed.
-        forget: The messages with those that are forgotten, once for each kind of piece.
+        keep: Pieces of them that stay; None: none.
+        forget: Pieces of them that are forgotten, of each kind.
         report: Tell what the cache has lost of each message.
         share: Share of the budget of each message; None: they have none.
         breakpoints: Whether marked messages, and the last ones, end at breakpoints.
@@ -215,8 +228,8 @@ class ChatMarks:
 
     messages: Sequence[Message]
     is_chunked: bool = False
-    keep: EnclosedMessages | None = None
-    forget: Sequence[EnclosedMessages] = ()
+    keep: MessagePieces | None = None
+    forget: Sequence[MessagePieces] = ()
     report: bool = False
     share: float | None = None
     breakpoints: bool = False
@@ -276,8 +289,8 @@ def chat_marks(messages: Sequence[Message], fields: CacheFields, breakpoints: bo
         raise ApiError(400, f"{n_marked} messages have cache_control: {rule}", "invalid_value", "messages")
     share = _share_of_messages(fields, len(messages))
     pieces = [kept_pieces(message) for message in messages]
-    forget = enclosed_forgets(fields.forget or (), messages)
-    if has_chunks(messages):
+    forget = forgotten_pieces(fields.forget or (), messages)
+    if any(message.has_chunks for message in messages):
         for field, is_marked, what in (
             (FORGET, forget, "cannot forget parts of a chat"),
             (FAIR, share is not None, "have no shares of the budget"),
@@ -288,7 +301,7 @@ def chat_marks(messages: Sequence[Message], fields: CacheFields, breakpoints: bo
                 message = f"messages with chunks {what}; leave out one of the two"
                 raise ApiError(400, message, "invalid_value", field)
         return ChatMarks(messages, is_chunked=True)
-    keep = EnclosedMessages(messages, pieces) if any(pieces) else None
+    keep = MessagePieces(pieces) if any(pieces) else None
     return ChatMarks(messages, False, keep, forget, fields.forgotten, share, breakpoints)
 
 
@@ -310,7 +323,7 @@ def _share_of_messages(fields: CacheFields, n_messages: int) -> float | None:
 def kept_pieces(message: Message) -> list[Span]:
     """Return the spans of the parts of a message that stay, in characters of its text."""
     if message.millpond is not None and message.millpond.keep:
-        return [(0, len(text_of(message)))]
+        return [(0, len(message.text))]
     spans, behind = [], 0
     for part in message.content if isinstance(message.content, list) else ():
         if part.millpond is not None and part.millpond.keep:
@@ -346,8 +359,8 @@ def thoughts_in(text: str) -> list[Span]:
     return spans
 
 
-def enclosed_forgets(names: Sequence[str], messages: Sequence[Message]) -> list[EnclosedMessages]:
-    """Return the messages with marks at the pieces to forget, once for each kind of piece.
+def forgotten_pieces(names: Sequence[str], messages: Sequence[Message]) -> list[MessagePieces]:
+    """Return the pieces of messages to forget, once for each kind.
 
     There are none where nothing is to be forgotten.
 
@@ -356,16 +369,16 @@ def enclosed_forgets(names: Sequence[str], messages: Sequence[Message]) -> list[
     """
     whole = {number for name in names if (number := _number(name, messages)) is not None}
     thinks = {n for n, message in enumerate(messages) if message.role == "assistant"} if "thoughts" in names else set()
-    thoughts = [thoughts_in(text_of(m)) if m.role == "assistant" else [] for m in messages]
-    rest = [_behind(text_of(m), thoughts[n]) if n in whole else [] for n, m in enumerate(messages)]
+    thoughts = [thoughts_in(m.text) if m.role == "assistant" else [] for m in messages]
+    rest = [_behind(m.text, thoughts[n]) if n in whole else [] for n, m in enumerate(messages)]
     inside = [spans if n in thinks | whole else [] for n, spans in enumerate(thoughts)]
     reasons = [_all(m.reasoning_content or "") if n in thinks | whole else [] for n, m in enumerate(messages)]
     kinds = [
-        (rest, EnclosedMessages(messages, rest)),
-        (inside, EnclosedMessages(messages, inside, optional=True)),
-        (reasons, EnclosedMessages(messages, reasons, reasoning=True, optional=True)),
+        MessagePieces(rest),
+        MessagePieces(inside, is_optional=True),
+        MessagePieces(reasons, in_reasoning=True, is_optional=True),
     ]
-    return [enclosed for pieces, enclosed in kinds if any(pieces)]
+    return [pieces for pieces in kinds if any(pieces.spans)]
 
 
 def _number(name: str, messages: Sequence[Message]) -> int | None:
@@ -379,7 +392,7 @@ def _number(name: str, messages: Sequence[Message]) -> int | None:
         names = ["thoughts", *(f"tool:{call}" for call in list(calls)[:_LISTED]), "message:0"]
         listed = ", ".join(names) + (f" to message:{len(messages) - 1}" if len(messages) > 1 else "")
         raise ApiError(400, f"forget: {name!r} is not in this chat; there are: {listed}", "invalid_value", FORGET)
-    if not (text_of(messages[number]) + (messages[number].reasoning_content or "")).strip():
+    if not (messages[number].text + (messages[number].reasoning_content or "")).strip():
         raise ApiError(400, f"forget: {name!r} is a message without a text; leave it out", "invalid_value", FORGET)
     return number
 

@@ -14,8 +14,17 @@ from millpond.hf.fit import is_auto
 from millpond.presets import preset
 from millpond.prompt_marks import PromptMarks
 from millpond.server.errors import ApiError
-from millpond.server.schemas import CacheFields, ObjectFormat, SamplingFields, SchemaFormat, TextFormat, TokenFields
-from millpond.server.structured_outputs import StructuralTag, constraint, two_of
+from millpond.server.schemas import (
+    CacheFields,
+    ObjectFormat,
+    SamplingFields,
+    SchemaFormat,
+    StructuralTag,
+    TextFormat,
+    TokenFields,
+    constraint,
+    two_of,
+)
 
 #: Fields that have the same name and meaning in `SamplingParams`; null leaves its default. Then those that are lists.
 _SAME = (

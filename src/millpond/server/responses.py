@@ -15,24 +15,28 @@ from millpond.engine.request import Request
 from millpond.server.answers import StreamCursor, event_text
 from millpond.server.errors import ApiError
 from millpond.server.messages import (
+    LIST,
     MAX_NAME,
     MAX_TOOLS,
     NAMES,
+    TEXT,
     Body,
     CalledFunction,
     Function,
     Message,
     Name,
+    TextOr,
     Tool,
     ToolCall,
     arguments_of,
     length_of,
+    text_or_list,
 )
 from millpond.server.messages import TextPart as ChatPart
-from millpond.server.schemas import Label, ObjectFormat, StreamOptions, TextFormat, TokenFields
-from millpond.server.tools.reader import Arguments, CallBegins, CallBreaks, CallEnds, Content, Event
+from millpond.server.schemas import ClientNote, ObjectFormat, StreamOptions, TextFormat, TokenFields
+from millpond.server.tools.reader import Arguments, CallBegins, CallBreaks, CallEnds, Content, Event, pieces_of
 from millpond.server.tools.tool_choice import Tools
-from millpond.server.usage import choice_stats, for_chat, usage
+from millpond.server.usage import choice_figures, for_chat, usage
 
 #: The code of an error in a stream, by its status; OpenAI's words.
 _CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt", 422: "invalid_prompt"}
@@ -68,20 +72,12 @@ class ResponsesCall:
             item = self.message() | {"content": [self.part(completion.text, completion)]}
             return self.ended(model, output, [item])
         reader = self.tools.reader(self.held)
-        items: list[dict[str, Any]] = []
-        called = arguments = ""
-        for event in [*reader.add(completion.text), *reader.finish()]:
-            match event:
-                case Content(text) | CallBreaks(text):
-                    if not items or items[-1]["type"] != "message":
-                        items.append(self.message() | {"content": [self.part("")]})
-                    items[-1]["content"][0]["text"] += text
-                case CallBegins(name):
-                    called, arguments = name, ""
-                case Arguments(text):
-                    arguments += text
-                case CallEnds():
-                    items.append(self.call(called) | {"arguments": arguments})
+        items = [
+            self.message() | {"content": [self.part(piece.text)]}
+            if piece.name is None
+            else self.call(piece.name) | {"arguments": piece.text}
+            for piece in pieces_of([*reader.add(completion.text), *reader.finish()])
+        ]
         return self.ended(model, output, items or [self.message() | {"content": [self.part("")]}])
 
     def events(self, model: str) -> ResponseEvents:
@@ -112,7 +108,7 @@ class ResponsesCall:
         more: dict[str, Any] = {"completed_at": int(time.time())} if status == "completed" else {}
         if status == "incomplete":
             more["incomplete_details"] = {"reason": "max_output_tokens"}
-        more["millpond"] = choice_stats(completion)
+        more["millpond"] = choice_figures(completion)
         return self.response(model, status) | {"output": items, "usage": _usage(output)} | more
 
     def message(self) -> dict[str, Any]:
@@ -269,14 +265,6 @@ def _usage(output: RequestOutput) -> dict[str, Any]:
     }
 
 
-#: Tags of what is a text or a list; that of lists replaces an error, where "" says nothing more.
-_TEXT, _LIST = "text", ""
-
-
-def _kind(value: Any) -> str:
-    return _TEXT if isinstance(value, str) else _LIST
-
-
 class InputPart(Body):
     """A piece of a message; fields of our own answers other than the text are ignored."""
 
@@ -292,12 +280,10 @@ class InputMessage(Body):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        Annotated[str, Tag(_TEXT)] | Annotated[list[InputPart], Field(fail_fast=True), Tag(_LIST)], Discriminator(_kind)
-    ]
-    id: Label | None = None
+    content: TextOr[InputPart]
+    id: ClientNote | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
-    phase: Label | None = None
+    phase: ClientNote | None = None
 
     def as_chat(self) -> Message:
         """Return the same as a message of a chat."""
@@ -314,7 +300,7 @@ class FunctionCall(Body):
     call_id: Name
     name: Name
     arguments: str
-    id: Label | None = None
+    id: ClientNote | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
     @field_validator("arguments")
@@ -334,10 +320,8 @@ class FunctionOutput(Body):
 
     type: Literal["function_call_output"]
     call_id: Name
-    output: Annotated[
-        Annotated[str, Tag(_TEXT)] | Annotated[list[InputPart], Field(fail_fast=True), Tag(_LIST)], Discriminator(_kind)
-    ]
-    id: Label | None = None
+    output: TextOr[InputPart]
+    id: ClientNote | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
     def as_chat(self) -> Message:
@@ -398,7 +382,7 @@ class NamedSchema(Body):
     """JSON that follows a schema; ours is always strict."""
 
     type: Literal["json_schema"]
-    name: Label
+    name: ClientNote
     schema_: dict[str, Any] = Field(alias="schema")
     description: str | None = None
     strict: bool | None = None
@@ -415,8 +399,8 @@ class ResponseBody(TokenFields):
     """POST /v1/responses."""
 
     input: Annotated[
-        Annotated[str, Tag(_TEXT)] | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag(_LIST)],
-        Discriminator(_kind),
+        Annotated[str, Tag(TEXT)] | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag(LIST)],
+        Discriminator(text_or_list),
     ]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
@@ -436,7 +420,7 @@ class ResponseBody(TokenFields):
     # the only values that can be obeyed
     background: Literal[False] | None = None
     max_tool_calls: int | None = None  # of tools that a server runs itself, of which there are none
-    prompt_cache_retention: Label | None = None
+    prompt_cache_retention: ClientNote | None = None
     truncation: Literal["disabled"] | None = None
     # null is what clients send who mean nothing by them; see `UNSUPPORTED`
     conversation: None = None

@@ -1,20 +1,159 @@
-"""Request bodies. An unknown field is refused, never ignored."""
+"""Request bodies, and constraints on answers in vLLM's words. An unknown field is refused, never ignored."""
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, StrictBool, StrictFloat, StrictInt, Tag
+from pydantic import Discriminator, Field, StrictBool, StrictFloat, StrictInt, Tag, ValidationError
 
+from millpond.engine.grammar.compiler import MAX_CHOICES, MAX_GRAMMAR
+from millpond.engine.grammar.patterns import MAX_CHARACTERS
+from millpond.engine.grammar.schema import MAX_BYTES
 from millpond.engine.request import MAX_SALT, OnPressure
 from millpond.engine.sampling.params import MAX_ALLOWED, MAX_BAD_WORD, MAX_BAD_WORDS
 from millpond.prompt_marks import MAX_BREAKPOINTS, MAX_KEPT, MAX_SHARES
-from millpond.server.markdown import MOST_CHARACTERS
+from millpond.server.errors import ApiError, of_validation
+from millpond.server.markdown import MOST_CHARACTERS as MAX_MARKDOWN
 from millpond.server.messages import MAX_NAME, MAX_TOOLS, Body, Message, Name, Tool
-from millpond.server.structured_outputs import GuidedFields, StructuralTag
+
+#: Structures of one structural tag at most.
+MAX_STRUCTURES = 128
+_FEW = Field(min_length=1, max_length=MAX_STRUCTURES, fail_fast=True)
+#: A JSON schema as itself or as its text.
+Schema = dict[str, Any] | bool | Annotated[str, Field(max_length=MAX_BYTES)]
+Regex = Annotated[str, Field(max_length=MAX_CHARACTERS)]
+Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+Ebnf = Annotated[str, Field(max_length=MAX_GRAMMAR)]
+TagOrText = dict[str, Any] | Annotated[str, Field(max_length=MAX_BYTES)]
+
+
+class Structure(Body):
+    """A part of an answer between two marks that must be JSON of a schema."""
+
+    begin: str
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    end: str
+
+
+class StructuralTag(Body):
+    """A structural tag: a format of xgrammar's, or structures after triggers, in the older words of vLLM."""
+
+    type: Literal["structural_tag"] = "structural_tag"
+    format: dict[str, Any] | None = None
+    structures: Annotated[list[Structure], _FEW] | None = None
+    triggers: Annotated[list[str], _FEW] | None = None
+
+    def constraint(self, field: str) -> dict[str, Any]:
+        """Return the format that an answer must follow.
+
+        Raises:
+            ApiError: neither a format nor structures with triggers, or both.
+        """
+        if self.format is not None and self.structures is None and self.triggers is None:
+            return self.format
+        if self.format is not None or self.structures is None or self.triggers is None:
+            message = f"{field}: a structural_tag has either a format, or structures and triggers"
+            raise ApiError(400, message, "invalid_value", field)
+        tags = [
+            {
+                "type": "tag",
+                "begin": one.begin,
+                "end": one.end,
+                "content": {"type": "json_schema", "json_schema": one.schema_},
+            }
+            for one in self.structures
+        ]
+        return {"type": "triggered_tags", "triggers": self.triggers, "tags": tags}
+
+
+class StructuredOutputs(Body):
+    """`structured_outputs`: one of these."""
+
+    json_: Schema | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: Regex | None = None
+    choice: Choices | None = None
+    grammar: Ebnf | None = None
+    structural_tag: TagOrText | None = None
+
+
+class GuidedFields(Body):
+    """Rules for the whole answer: one of these at most."""
+
+    guided_json: Schema | None = None
+    guided_regex: Regex | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Ebnf | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+
+def constraint(fields: GuidedFields) -> tuple[str, dict[str, Any]] | None:
+    """Return the field that says what an answer must follow, with its `SamplingParams`.
+
+    Raises:
+        ApiError: 400, more than one, none inside `structured_outputs`, or no JSON.
+    """
+    constraints = [
+        (name, _words(name.removeprefix("guided_"), value, name))
+        for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+        if (value := getattr(fields, name)) is not None
+    ]
+    if fields.structured_outputs is not None:
+        inside = fields.structured_outputs.model_dump(exclude_none=True, by_alias=True)
+        nested = [
+            (f"structured_outputs.{name}", _words(name, value, f"structured_outputs.{name}"))
+            for name, value in inside.items()
+            if value is not False
+        ]
+        if not nested:
+            message = "structured_outputs must hold one of json, json_object, regex, choice, grammar, structural_tag"
+            raise ApiError(400, message, "invalid_value", "structured_outputs")
+        constraints += nested
+    if len(constraints) > 1:
+        raise two_of(constraints[0][0], constraints[1][0])
+    return constraints[0] if constraints else None
+
+
+def two_of(one: str, other: str) -> ApiError:
+    """Return an error about two fields that both say what the answer must follow."""
+    message = f"{one} and {other}: an answer can follow one of them; leave the other out"
+    return ApiError(400, message, "invalid_value", one)
+
+
+def _words(name: str, value: Any, field: str) -> dict[str, Any]:
+    if name == "json":
+        return {"json_schema": _value(value, field)}
+    if name == "json_object":
+        return {"json_schema": {"type": "object"}}
+    if name == "structural_tag":
+        tag = _value(value, field)
+        return {name: _tag(tag, field) if isinstance(tag, dict) else tag}
+    return {name: tuple(value) if name == "choice" else value}
+
+
+def _tag(tag: dict[str, Any], field: str) -> dict[str, Any]:
+    """Return the format of a tag that is given alone, or inside of a whole structural tag."""
+    if tag.get("type") != "structural_tag" and "structures" not in tag:
+        return tag
+    try:
+        return StructuralTag.model_validate(tag).constraint(field)
+    except ValidationError as error:
+        raise of_validation([{**one, "loc": (field, *one["loc"])} for one in error.errors(include_url=False)]) from None
+
+
+def _value(given: Any, field: str) -> Any:
+    try:
+        value = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"{field} is no JSON: {error}", "invalid_value", field) from None
+    if not isinstance(value, dict | bool):
+        raise ApiError(400, f"{field} must be a JSON object, not {type(value).__name__}", "invalid_value", field)
+    return value
+
 
 #: Of seeds, what 64 bits hold; of counts of tokens, more than any context holds.
-_INT64, MOST_TOKENS = 2**63 - 1, 2**31 - 1
+_INT64, MAX_TOKENS = 2**63 - 1, 2**31 - 1
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 #: Lists of what clients send end at the first bad value: the errors of all would be many.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
@@ -26,7 +165,7 @@ Forgettable = Annotated[str, Field(min_length=1, max_length=MAX_NAME + len("tool
 #: Of the budget.
 Share = Annotated[StrictFloat, Field(gt=0, le=1)]
 #: Of a text, in characters or tokens; whether it lies in the prompt is known later.
-Place = Annotated[StrictInt, Field(ge=-MOST_TOKENS, le=MOST_TOKENS)]
+Place = Annotated[StrictInt, Field(ge=-MAX_TOKENS, le=MAX_TOKENS)]
 SpanShares = Annotated[list[tuple[Place, Place, Share]], Field(max_length=MAX_SHARES, fail_fast=True)]
 #: A number for all messages, or spans: an error speaks of the one that was meant.
 FairShareField = Annotated[
@@ -41,8 +180,8 @@ MAX_FILES = 256
 #: Options of one method, and formats of as many layers, at most.
 MAX_SETTINGS, MAX_FORMATS = 64, 1_024
 OptionValue = StrictBool | StrictInt | Annotated[StrictFloat, Field(allow_inf_nan=False)] | Setting | None
-#: A name or a note of a client's own; OpenAI's have 512 characters at most.
-Label = Annotated[str, Field(max_length=512)]
+#: A name or a note of a client's own, which no answer depends on; OpenAI's have 512 characters at most.
+ClientNote = Annotated[str, Field(max_length=512)]
 
 
 class CacheFields(Body):
@@ -108,7 +247,7 @@ class TokenFields(GuidedFields):
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_ALLOWED)] | None = None
-    min_tokens: int | None = Field(default=None, ge=0, le=MOST_TOKENS)
+    min_tokens: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
     seed: int | None = Field(default=None, ge=-_INT64, le=_INT64)
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1_000)] | None = None
@@ -118,12 +257,12 @@ class TokenFields(GuidedFields):
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
     millpond: CacheFields = CacheFields()
     # said for the one who runs the server; no answer depends on them
-    user: Label | None = None
-    metadata: Annotated[dict[Label, Label], Field(max_length=16)] | None = None
+    user: ClientNote | None = None
+    metadata: Annotated[dict[ClientNote, ClientNote], Field(max_length=16)] | None = None
     store: bool | None = None
-    service_tier: Label | None = None
-    prompt_cache_key: Label | None = None
-    safety_identifier: Label | None = None
+    service_tier: ClientNote | None = None
+    prompt_cache_key: ClientNote | None = None
+    safety_identifier: ClientNote | None = None
 
 
 class SamplingFields(TokenFields):
@@ -168,14 +307,14 @@ class InfillBody(TokenFields):
     input_suffix: str = ""
     input_extra: Annotated[list[ExtraFile], Field(max_length=MAX_FILES, fail_fast=True)] | None = None
     prompt: str = ""
-    n_predict: int | None = Field(default=None, ge=-1, le=MOST_TOKENS)
-    n_indent: int = Field(default=0, ge=0, le=MOST_TOKENS)
+    n_predict: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
+    n_indent: int = Field(default=0, ge=0, le=MAX_TOKENS)
     t_max_predict_ms: float | None = Field(default=None, ge=0, le=1e12)
-    response_fields: Annotated[list[Label], Field(max_length=64)] | None = None
+    response_fields: Annotated[list[ClientNote], Field(max_length=64)] | None = None
     # said for llama.cpp, which has slots, an order of samplers, and no limit of the prompt's time yet
     id_slot: int | None = None
     cache_prompt: bool | None = None
-    samplers: Annotated[list[Label], Field(max_length=64)] | None = None
+    samplers: Annotated[list[ClientNote], Field(max_length=64)] | None = None
     t_max_prompt_ms: float | None = None
 
 
@@ -276,4 +415,4 @@ class DetokenizeBody(Body):
 class MarkdownBody(Body):
     """POST /page/markdown."""
 
-    text: str = Field(max_length=MOST_CHARACTERS)
+    text: str = Field(max_length=MAX_MARKDOWN)

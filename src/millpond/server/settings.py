@@ -81,7 +81,7 @@ class ServerSettings:
     )
     max_queue: int = setting(
         256,
-        "Prompts that may wait; beyond it: 429.",
+        "Prompts that the server's admission control lets wait; beyond it: 429.",
         more="An eighth of it is reserved for clients without requests in flight.",
         at_least=1,
     )

@@ -1,9 +1,14 @@
-"""Usage of an answer as OpenAI counts tokens, the cache's size as `millpond`, and log probabilities."""
+"""Usage of an answer as OpenAI counts tokens, figures as `millpond`, and log probabilities.
+
+Two objects have the name `millpond`: `usage.millpond` has the figures of the whole request (`usage`, the schema
+`AnswerFigures`), `choices[].millpond` those of one finished answer (`choice_figures`, the schema `ChoiceFigures`).
+"""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from millpond.engine.outputs import Completion, KVStats, RequestOutput, TokenLogprob
@@ -13,16 +18,15 @@ def usage(outputs: Sequence[RequestOutput], new_tokens: bool = True) -> dict[str
     """Return the token counts of a whole answer; `new_tokens` off: none were requested."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     new = sum(len(c.token_ids) for output in outputs for c in output.completions) if new_tokens else 0
-    caches = [c.kv for output in outputs for c in output.completions if c.kv is not None]
-    shared = sum(max((c.kv.shared_tokens for c in o.completions if c.kv is not None), default=0) for o in outputs)
-    restored = sum(max((c.kv.restored_tokens for c in o.completions if c.kv is not None), default=0) for o in outputs)
-    reused = sum(max((c.kv.reused_tokens for c in o.completions if c.kv is not None), default=0) for o in outputs)
+    by_prompt = [[c.kv for c in output.completions if c.kv is not None] for output in outputs]
+    names = ("shared_tokens", "restored_tokens", "reused_tokens")
+    cached = sum(max((getattr(kv, name) for kv in kvs), default=0) for kvs in by_prompt for name in names)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": shared + restored + reused},
-        "millpond": sums(caches) | times(outputs) | _forgotten(outputs[0].completions[0]),
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "millpond": sums(list(chain(*by_prompt))) | times(outputs) | _forgotten(outputs[0].completions[0]),
     }
 
 
@@ -41,18 +45,17 @@ def _forgotten(completion: Completion) -> dict[str, Any]:
     return {"forgotten": shares} if shares else {}
 
 
+#: Numbers of a cache that are added up.
+_SUMMED = (
+    *("kv_bytes", "unused_bytes", "full_kv_bytes", "state_bytes", "evicted"),
+    *("restored_tokens", "reused_tokens", "recomputed_tokens", "forgotten_tokens"),
+)
+
+
 def sums(caches: Sequence[KVStats]) -> dict[str, Any]:
     """Return the numbers of several caches together; `held` is the mean."""
     return {
-        "kv_bytes": sum(kv.kv_bytes for kv in caches),
-        "unused_bytes": sum(kv.unused_bytes for kv in caches),
-        "full_kv_bytes": sum(kv.full_kv_bytes for kv in caches),
-        "state_bytes": sum(kv.state_bytes for kv in caches),
-        "evicted": sum(kv.evicted for kv in caches),
-        "restored_tokens": sum(kv.restored_tokens for kv in caches),
-        "reused_tokens": sum(kv.reused_tokens for kv in caches),
-        "recomputed_tokens": sum(kv.recomputed_tokens for kv in caches),
-        "forgotten_tokens": sum(kv.forgotten_tokens for kv in caches),
+        **{name: sum(getattr(kv, name) for kv in caches) for name in _SUMMED},
         "exact": all(kv.exact for kv in caches),
         "seen": sum(kv.seen for kv in caches),
         "held": round(sum(kv.held for kv in caches) / len(caches), 2) if caches else 0.0,
@@ -74,7 +77,7 @@ def times(outputs: Sequence[RequestOutput]) -> dict[str, float | None]:
     }
 
 
-def choice_stats(completion: Completion) -> dict[str, Any]:
+def choice_figures(completion: Completion) -> dict[str, Any]:
     """Return what OpenAI's words lack of a finished answer: its true reason, and its cache."""
     stats: dict[str, Any] = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
     return stats | (sums([completion.kv]) if completion.kv is not None else {}) | _forgotten(completion)

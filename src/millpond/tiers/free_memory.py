@@ -56,8 +56,6 @@ def _function(name: str) -> Any:
         return None
 
 
-__all__ = ["LONG", "MANY", "give_back", "give_back_after"]
-
 #: Bytes of a pass's queries in one layer from which its temporaries are worth giving back.
 LONG = 2**22
 #: Bytes of queries in shorter passes, over all layers, after which theirs are.

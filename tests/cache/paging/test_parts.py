@@ -11,8 +11,8 @@ from safetensors.numpy import save_file
 
 from millpond.cache.paging.page_directory import BitDirectory, KeyTable, LinkedLists
 from millpond.cache.paging.predictor import (
-    FIRST,
-    MOST_ACCESSES,
+    FIRST_WEIGHT,
+    MAX_ACCESSES,
     N_FEATURES,
     N_WEIGHTS,
     STEPS,
@@ -101,7 +101,7 @@ def test_the_history_reaches_back_as_far_as_its_window() -> None:
             while first > 0 and at[first] - at[first - 1] < window:
                 first -= 1
             before = gap_step(at[-1] - at[-2]) if first < len(at) - 1 else 0
-            assert past == Past(min(len(at) - first, MOST_ACCESSES), at[-1], gap_step(now - at[-1]), before)
+            assert past == Past(min(len(at) - first, MAX_ACCESSES), at[-1], gap_step(now - at[-1]), before)
         seen.append(key)
 
 
@@ -131,10 +131,10 @@ def test_features_have_their_own_weights() -> None:
     for _ in range(3000):
         length = draw.choice([1, 5, 5000])
         facts = PageFacts(0, -1, 0, draw.randrange(length), length, draw.randint(0, length))
-        steps = steps_of(facts, draw.randint(0, MOST_ACCESSES), draw.randrange(13), draw.randrange(13))
+        steps = steps_of(facts, draw.randint(0, MAX_ACCESSES), draw.randrange(13), draw.randrange(13))
         for at, (step, size) in enumerate(zip(steps, STEPS.values(), strict=True)):
-            assert FIRST[at] <= step < FIRST[at] + size
-            highest[at] = max(highest[at], step - FIRST[at])
+            assert FIRST_WEIGHT[at] <= step < FIRST_WEIGHT[at] + size
+            highest[at] = max(highest[at], step - FIRST_WEIGHT[at])
     assert highest == [size - 1 for size in STEPS.values()]
     assert [gap_step(gap) for gap in (1, 127, 128, 2**40)] == [1, 1, 2, 12]
 
@@ -142,7 +142,7 @@ def test_features_have_their_own_weights() -> None:
 @pytest.mark.parametrize(("depth", "known", "beyond", "within"), [(9, 5, 3, 0), (5, 9, 0, 3), (7, 7, 0, 0)])
 def test_a_page_lies_beyond_what_is_known_or_within_it(depth: int, known: int, beyond: int, within: int) -> None:
     steps = steps_of(PageFacts(0, -1, 0, depth, 20, known), 0, 0, 0)
-    assert [step - first for step, first in zip(steps, FIRST, strict=True)][-2:] == [beyond, within]
+    assert [step - first for step, first in zip(steps, FIRST_WEIGHT, strict=True)][-2:] == [beyond, within]
 
 
 def test_pages_that_are_kept_keep_those_before_them() -> None:

@@ -84,7 +84,7 @@ def test_kv_is_what_requests_reserve(recall: ModelSize) -> None:
         ("h2o", 96, "int4"),
     ):
         layout = cache_layout(recall, method, {}, budget, codec)
-        need = estimate(layout, recall.shapes, 256, 64, 1)
+        need = estimate(layout, 256, 64, 1)
         found = kv_size(recall, 256, 64, method=method, budget=budget, codec=codec)
         assert (found.reading, found.held) == (need.prefill, need.each)
     full, kept = cost_of(recall, method="full", budget=None).kv, cost_of(recall).kv
@@ -161,7 +161,7 @@ def test_few_layers_on_a_disk_take_their_windows_too(recall: ModelSize, method: 
     n = len(deep.layers)
     assert kv.window_held > kv.far_held / n
     for far in (1, 2, n // 2, n):
-        need = estimate(layout, deep.shapes, 1024, 64, 1, on_disk=frozenset(range(far)))
+        need = estimate(layout, 1024, 64, 1, on_disk=frozenset(range(far)))
         share = far / n
         for near, all_far, window, reserved in (
             (kv.held, kv.far_held, kv.window_held, need.each),
@@ -183,7 +183,7 @@ def test_all_sequences_of_a_plan_are_admitted_at_once(recall: ModelSize) -> None
         plan = predicted(cost, block, shares)
         far = plan.kv_layers_on_disk(n)
         assert 0 < len(far) < n
-        need = estimate(layout, deep.shapes, 1024, 64, 1, on_disk=frozenset(far))
+        need = estimate(layout, 1024, 64, 1, on_disk=frozenset(far))
         assert plan.prediction is not None
         room = plan.prediction.bytes["host"]["kv"] + plan.prediction.bytes["host"]["kv on its way"]
         assert (sequences - 1) * need.each + need.peak(1) <= room

@@ -16,7 +16,7 @@ import psutil
 
 from millpond.cluster.async_llm import AsyncClusterLLM
 from millpond.cluster.dispatcher import Dispatcher
-from millpond.cluster.settings import Role
+from millpond.engine.cluster_figures import Role
 
 #: Events of an answer after which a client closes its connection, or its request is cancelled.
 LEAVES_AFTER = 4

@@ -14,8 +14,9 @@ import numpy as np
 from millpond.cluster.handle import WorkerLostError
 from millpond.cluster.llm import Cluster, ClusterLLM
 from millpond.cluster.messages import StartMessage, WorkerReport
-from millpond.cluster.settings import ClusterSettings, Role
+from millpond.cluster.settings import ClusterSettings
 from millpond.cluster.worker import EngineWorker
+from millpond.engine.cluster_figures import Role
 from millpond.engine.config import EngineConfig
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
@@ -31,7 +32,7 @@ class LocalWorker:
     def __init__(self, name: str, role: Role, settings: ClusterSettings, watch: Watch, options: dict[str, Any]) -> None:
         self.name, self.role, self.pid, self.node = name, role, 1, "here"
         self.dead = asyncio.Event()
-        self.started: list[Request] = []
+        self.sent: list[Request] = []  # noted before the engine has them
         self.messages: list[int] = []  # numbers of requests in each message
         self.taken: list[str] = []
         self.resumed: list[Request] = []
@@ -84,7 +85,7 @@ class LocalWorker:
 
     async def start(self, starts: Sequence[StartMessage]) -> None:
         self.messages.append(len(starts))
-        self.started += [start.request for start in starts]
+        self.sent += [start.request for start in starts]
         await self._of(self.engine.start(starts))
 
     async def report(self, wanted: frozenset[str]) -> WorkerReport:

@@ -49,6 +49,7 @@ def greedy(new: int = NEW, **options: Any) -> mp.SamplingParams:
 
 
 def engine_for(method: str = "h2o", family: str = "llama", **options: Any) -> Engine:
+    """A tiny engine of a method. A share of a short prompt's few tokens warns: `add` and `finish` filter that."""
     chosen = {"max_step_tokens": 16, "page_slots": 4} | options
     return Engine(shared_model(family), method=method, options=METHODS[method], budget=budget_of(method), **chosen)
 

@@ -1,8 +1,9 @@
 """Write the kept files, texts and tokens: python -m tests.helpers.formats.write PART ...
 
 Parts: "texts" after a change of options or routes that is meant; "tokens" and "files" only where a format gets a new
-version or a method new results, and then the old files stay beside the new ones. "bits" prints a hash of the bits of
-each run on this machine, and writes nothing.
+version or a method new results, and then the old files stay beside the new ones. "unread" writes the kept request with
+all its fields anew, after one of them was added that has a default: the file of before must still be read, as
+`tests/formats` has shown before. "bits" prints a hash of the bits of each run on this machine, and writes nothing.
 """
 
 from __future__ import annotations
@@ -77,7 +78,12 @@ def _write(path: Any, found: Any) -> None:
 
 
 def main(asked: list[str]) -> None:
-    parts = {"files": write_all_files, "tokens": write_tokens, "texts": write_texts}
+    parts = {
+        "files": write_all_files,
+        "tokens": write_tokens,
+        "texts": write_texts,
+        "unread": engine_files.write_unread,
+    }
     if not asked or not {*asked} <= {*parts, "bits"}:
         raise SystemExit(__doc__)
     warnings.simplefilter("ignore")

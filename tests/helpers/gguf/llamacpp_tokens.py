@@ -18,7 +18,7 @@ from typing import Any
 
 from millpond.models.downloads import downloaded_gguf
 from millpond.models.gguf.header import read_header
-from millpond.models.gguf.pre_tokenizers import PRE_TOKENIZERS
+from millpond.models.gguf.tokenizer import PRE_TOKENIZERS
 from tests.helpers.gguf.texts import TEXTS
 from tests.helpers.gguf.vocabulary import Vocabulary, byte_pairs, pieces, write_vocabulary
 

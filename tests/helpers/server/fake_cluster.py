@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millpond.cluster.figures import ClusterFigures, DrainResult, WorkerInfo
+from millpond.engine.cluster_figures import ClusterFigures, DrainResult, WorkerInfo
 from millpond.errors import OptionError
 from tests.helpers.server.fake import FakeLLM
 

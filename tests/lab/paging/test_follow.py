@@ -79,7 +79,7 @@ def test_it_forgets_what_nothing_holds() -> None:
 def led(*, follows_bits: bool, misses: int, lead: float = 0.0, pages: int = 10, of_lru: int = 100) -> FollowTheBetter:
     """A rule behind so many misses of its own and of LRU, in the moment in which it chooses its leader."""
     rule = FollowTheBetter(PredictedBits.of_file(""))
-    rule._most, rule._follows_bits, rule._lead = pages, follows_bits, lead
+    rule._max_pages, rule._follows_bits, rule._lead = pages, follows_bits, lead
     rule.misses, rule.lru.misses = misses, of_lru
     rule._choose_leader()
     return rule

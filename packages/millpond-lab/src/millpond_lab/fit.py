@@ -13,9 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from millpond.budget import Budget
 from millpond.codec import codecs_of, resolve
 from millpond.errors import BudgetError, DataError, OptionError
+from millpond.hf.cache_spec import policy_of
 from millpond.hf.calibration.load import model_mark
-from millpond.hf.compress import compress, policy_of
-from millpond.hf.fit import LEAST_WINDOWS, MOST_WINDOWS, Fit, FitRow, default_path
+from millpond.hf.compress import compress
+from millpond.hf.fit import MAX_WINDOWS, MIN_WINDOWS, Fit, FitRow, default_path
 from millpond.hf.model_support import unwrapped
 from millpond.policy.policy import Policy
 from millpond_lab.evals.data.data_files import read_text
@@ -74,9 +75,9 @@ def fit(
     policy = policy_of(method, options)
     grid = _grid(policy, budgets, codecs, context)
     samples = list(fidelity(str(text), context, continuation, context + continuation).samples(tokenizer, windows, seed))
-    if len(samples) < LEAST_WINDOWS:
+    if len(samples) < MIN_WINDOWS:
         raise DataError(
-            f"{os.fspath(text)} has {len(samples)} windows of {context + continuation} tokens, and {LEAST_WINDOWS} are "
+            f"{os.fspath(text)} has {len(samples)} windows of {context + continuation} tokens, and {MIN_WINDOWS} are "
             "needed to tell what holds in 95 % of them; name a longer text, or lower the context or the continuation"
         )
     kl: list[list[float]] = [[] for _ in grid]
@@ -151,7 +152,7 @@ def _named(text: str, context: int) -> str:
 
 def _check(windows: int, context: int, continuation: int, batch: int) -> None:
     for name, value, least, most in (
-        ("windows", windows, LEAST_WINDOWS, MOST_WINDOWS),
+        ("windows", windows, MIN_WINDOWS, MAX_WINDOWS),
         ("context", context, 2, 1 << 24),
         ("continuation", continuation, 1, 1 << 20),
         ("batch", batch, 1, 4096),

@@ -169,8 +169,8 @@ class PagedAttention:
         sequence, q, q_pos, entries, budget = chunk
         selective = self._sequence_state.selective
         if selective is not None and not self.shape.window:
-            k, v = entries.keys, entries.values
-            return *selective.attend(sequence, q, k, v, q_pos, budget(), self.shape, self.rotary), None
+            args = PrefillArgs(q, entries.keys, entries.values, q_pos, self.shape)
+            return *selective.attend(sequence, args, budget(), self.rotary), None
         n_past = entries.positions.shape[1] - len(q_pos)
         past, masses = (
             None if t is None or not n_past else t[:, :n_past] for t in (entries.positions, entries.log_masses)
@@ -186,7 +186,8 @@ class PagedAttention:
         """
         selective = self._sequence_state.selective
         if selective is not None and not self.shape.window:
-            found = selective.decode(table, q, k, v, q_pos, self.shape, self.rotary)
+            args = DecodeArgs(q, k, v, table.step_regions(rule, self.shape, q_pos))
+            found = selective.decode(table, args, self.rotary)
             if found is not None:
                 return found
         if table.aged is not None:
@@ -207,11 +208,11 @@ class PagedAttention:
         self, table: PageTable, runs: SharedPrefixRuns, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Run a step without eviction and scores: a sequence's own entries, then shared ones."""
-        lens = table.lens - runs.taken
-        own = PageRegions(table.pool.arrays, runs.own, lens)
+        lens = table.lens - runs.shared_lens
+        own = PageRegions(table.pool.arrays, runs.own_pages, lens)
         regions = StepRegions(own, table.capacities, table.recent, q_pos, KEEP_ALL, self.shape)
         out, lse, _ = ops.decode(DecodeArgs(q, k, v, regions))
-        table.lens.copy_(lens + runs.taken)
+        table.lens.copy_(lens + runs.shared_lens)
         out = runs.attend(q, out.contiguous(), lse, self.shape)
         idle = (q_pos < 0)[:, None]
         return out.masked_fill_(idle[..., None], 0), lse.masked_fill_(idle, -torch.inf)

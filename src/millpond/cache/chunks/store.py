@@ -1,4 +1,4 @@
-"""Chunk store: variants of text chunks in memory, and in files for what does not fit there or shall stay."""
+"""Chunk store: variants of text chunks in memory, and in files for those that do not fit there or shall stay."""
 
 from __future__ import annotations
 
@@ -10,29 +10,35 @@ from threading import RLock
 
 from millpond.budget import parse_bytes
 from millpond.cache.chunks.files import ChunkFiles
-from millpond.cache.chunks.tiers import ChunkUse, MemoryTier, Place
+from millpond.cache.chunks.tiers import ChunkUse, MemoryTier, VariantKey
 from millpond.cache.chunks.variant import ChunkVariant, StoredShape, StoredVariant, VariantFacts, check_rest
 from millpond.cache.paging.choose import rule_named
 from millpond.cache.paging.rule import PagingRule
 from millpond.errors import NumericsError, OptionError
 
 #: Least CFO that a use counts with, so that an exact variant is not worth infinitely much.
-LEAST_SHARE = 0.05
+MIN_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkStoreStats:
-    """A chunk store at one moment; counters count from its opening.
+    """Bytes and counters of a chunk store; counters count from its opening.
 
     Attributes:
-        memory_bytes, disk_bytes: of the variants in memory and of the files.
-        memory_hits, disk_hits: counters of variants that prompts took from there. misses: of chunks that had none.
-        stored: counter of variants that were computed and kept.
-        memory_evicted, disk_evicted: counters of variants that left, for room.
-        torn, foreign: counters of files that were cut or changed, or of another model; they were removed.
-        write_failures, read_failures: counters of files that the disk did not take or give.
-        load_failures: counter of requests whose chunks could not be loaded for another reason; they were computed.
-        not_finite: counter of variants with numbers that the format of the store cannot hold; they were not kept.
+        memory_bytes: Bytes of the variants in memory.
+        disk_bytes: Bytes of the files.
+        memory_hits: Counter of variants that prompts took from memory.
+        disk_hits: Counter of variants that prompts took from files.
+        misses: Counter of chunks that had no variant.
+        stored: Counter of variants that were computed and kept.
+        memory_evicted: Counter of variants that were evicted from memory.
+        disk_evicted: Counter of files that were evicted.
+        torn: Counter of files that were cut or changed; they were removed.
+        foreign: Counter of files of another model; they were removed.
+        write_failures: Counter of files that could not be written.
+        read_failures: Counter of files that could not be read.
+        load_failures: Counter of requests whose chunks could not be loaded for another reason; they were computed.
+        not_finite: Counter of variants with numbers that the format of the store cannot hold; they were not kept.
     """
 
     memory_bytes: int
@@ -52,27 +58,30 @@ class ChunkStoreStats:
 
 
 class ChunkStore:
-    """Keys and values of text chunks, which prompts use wherever they hold these chunks.
+    """Keys and values of text chunks, for all prompts that contain these chunks.
 
-    It belongs to one model from the first engine that takes it on. Several engines and processes may share a folder. A
+    A store belongs to one model from the first engine that uses it. Several engines and processes may share a folder. A
     file that is cut, changed or foreign is counted and removed, and its chunk is computed.
 
     Args:
-        folder: of the files, made where it does not exist; None: in memory alone.
-        memory: most bytes in memory, such as "1GiB". disk: most bytes of files.
-        variants: of one chunk that are kept at most. Another one than the first is computed only where a prompt's CFO
-            reaches 1, which takes an `alpha` near 1 or above.
-        alpha: factor on the share of a chunk that is computed again with recompute="auto" (CFO), above 0. CCI is below
+        folder: Folder of the files, made if it does not exist; None for memory alone.
+        memory: Most bytes in memory, such as "1GiB".
+        disk: Most bytes of files.
+        variants: Most variants of one chunk that are kept. Another one than the first is computed only if a prompt's
+            CFO reaches 1, which takes an `alpha` near 1 or above.
+        alpha: Factor on the share of a chunk that is computed again with recompute="auto" (CFO), above 0. CCI is below
             1, so that 0.17 gives at most 17 % of a chunk; the value of the paper is not known.
-        dtype: of keys and values at rest, in memory and in files: "auto" (those of the model), "float32", "bf16",
+        dtype: Dtype of keys and values at rest, in memory and in files: "auto" (that of the model), "float32", "bf16",
             "int8" or "int4". One that is narrower than the model's makes every reuse an approximation.
-        rule: which variants leave a full tier: a paging rule ("lru", "learned"), as of `prefix_cache`. Those that
-            prompts use stay. pager: file of the predictor of a rule that has one.
-        loading: most bytes of files that an engine holds for requests that wait or read their prompts. One request
+        rule: Paging rule ("lru", "learned") that chooses the variants to evict from a full tier, as of `prefix_cache`.
+            Variants in use by prompts stay.
+        pager: File of the predictor of a rule that has one.
+        loading: Most bytes of files that an engine holds for requests that wait or read their prompts. One request
             whose chunks take more is loaded alone.
 
     Raises:
-        OptionError: a value out of range, or an unknown rule. DataError: a pager that cannot be read.
+        OptionError: a value out of range, or an unknown rule.
+        DataError: a pager that cannot be read.
 
     Example:
         >>> ChunkStore(None, memory="64MiB").stats().stored
@@ -102,23 +111,24 @@ class ChunkStore:
         self.rule, self._pager = rule, pager
         self._counts: Counter[str] = Counter()
         self._memory = MemoryTier(self.memory, self._new_rule())
-        self._worth: dict[Place, float] = {}
+        self._worth: dict[VariantKey, float] = {}
         self._shape: StoredShape | None = None
         self._files: ChunkFiles | None = None
         self._requests = 0
         self._lock = RLock()
 
     def _new_rule(self) -> PagingRule:
-        """
+        """Return a new paging rule for a tier.
+
         Raises:
             OptionError, DataError: see `rule_named`.
         """
-        found = rule_named(self.rule, self._pager)
-        assert found is not None, "a name is a rule"
-        return found
+        rule = rule_named(self.rule, self._pager)
+        assert rule is not None, "a name is a rule"
+        return rule
 
     def bind(self, shape: StoredShape) -> None:
-        """Be the store of a model, in the format of this store.
+        """Bind the store to a model, in the format of this store.
 
         Raises:
             OptionError: it is another model's.
@@ -141,91 +151,95 @@ class ChunkStore:
         return self._shape.format.exact
 
     def check_size(self, n_tokens: int) -> None:
-        """
+        """Check that a chunk of `n_tokens` fits in memory or in the files.
+
         Raises:
-            OptionError: a chunk of `n_tokens` fits neither in memory nor in the files.
+            OptionError: it fits in neither.
         """
         assert self._shape is not None, "a store is bound before it is used"
-        need, most = self.size_of(n_tokens), max(self.memory, 0 if self._files is None else self.disk)
-        if need > most:
+        need, max_bytes = self.size_of(n_tokens), max(self.memory, 0 if self._files is None else self.disk)
+        if need > max_bytes:
             raise OptionError(
-                f"a chunk of {n_tokens} tokens takes {need:,} bytes and the chunk store holds {most:,}; raise "
+                f"a chunk of {n_tokens} tokens takes {need:,} bytes and the chunk store holds {max_bytes:,}; raise "
                 "memory= or disk=, or cut the chunk"
             )
 
     # ------------------------------------------------------------------ prompts
 
     def new_request(self) -> int:
-        """A number for a prompt that uses chunks."""
+        """Return a number for a prompt that uses chunks."""
         with self._lock:
             self._requests += 1
             return self._requests
 
     def find(self, chunk: str) -> list[VariantFacts]:
-        """The variants of a chunk, in memory and on the disk; of files only the headers are read."""
-        found = {facts.name: facts for facts in self.find_held(chunk)}
+        """Return the facts of a chunk's variants, in memory and on the disk.
+
+        Only the headers of files are read.
+        """
+        by_name = {facts.name: facts for facts in self.find_held(chunk)}
         for name in [] if self._files is None else self._files.names(chunk):
-            if name not in found and (facts := self._files_facts(Place(chunk, name))) is not None:
-                found[name] = facts
-        return list(found.values())
+            if name not in by_name and (facts := self._files_facts(VariantKey(chunk, name))) is not None:
+                by_name[name] = facts
+        return list(by_name.values())
 
     def find_held(self, chunk: str) -> list[VariantFacts]:
-        """The variants of a chunk in memory."""
+        """Return the facts of a chunk's variants in memory."""
         with self._lock:
             return self._memory.facts(chunk)
 
-    def _files_facts(self, place: Place) -> VariantFacts | None:
+    def _files_facts(self, key: VariantKey) -> VariantFacts | None:
         assert self._files is not None, "of a file"
-        return self._files.facts(place)
+        return self._files.facts(key)
 
     def take(self, facts: VariantFacts, share: float, use: ChunkUse | None = None) -> StoredVariant | None:
-        """A variant for a prompt that computes `share` of it again; None where its file is gone or bad.
+        """Return a variant for a prompt that computes `share` of it again.
 
-        While a file is read other threads use the store.
+        None if its file is missing or bad. While a file is read other threads use the store.
         """
         use = use or ChunkUse(self.new_request())
-        found = self.take_held(facts, share, use)
-        if found is not None or self._files is None:
-            return found
-        found = self._files.read(Place(facts.chunk, facts.name), use)
-        if found is not None:
+        variant = self.take_held(facts, share, use)
+        if variant is not None or self._files is None:
+            return variant
+        variant = self._files.read(VariantKey(facts.chunk, facts.name), use)
+        if variant is not None:
             with self._lock:
                 self._counts["disk_hits"] += 1
-                self._memory.hold(found, use)
-                self._note_worth(facts, share)
-        return found
+                self._memory.hold(variant, use)
+                self._add_worth(facts, share)
+        return variant
 
     def take_held(self, facts: VariantFacts, share: float, use: ChunkUse) -> StoredVariant | None:
-        """See `take`; None where it is not in memory."""
+        """See `take`; None if it is not in memory."""
         with self._lock:
-            found = self._memory.take(Place(facts.chunk, facts.name), use)
-            if found is not None:
+            variant = self._memory.take(VariantKey(facts.chunk, facts.name), use)
+            if variant is not None:
                 self._counts["memory_hits"] += 1
-                self._note_worth(facts, share)
-            return found
+                self._add_worth(facts, share)
+            return variant
 
-    def _note_worth(self, facts: VariantFacts, share: float) -> None:
-        place = Place(facts.chunk, facts.name)
-        self._worth[place] = self._worth.get(place, 0) + 1 / max(share, LEAST_SHARE)
+    def _add_worth(self, facts: VariantFacts, share: float) -> None:
+        key = VariantKey(facts.chunk, facts.name)
+        self._worth[key] = self._worth.get(key, 0) + 1 / max(share, MIN_SHARE)
 
     def pin(self, facts: VariantFacts) -> None:
-        """A variant is in use: it leaves neither tier for room until it is unpinned as often."""
-        place = Place(facts.chunk, facts.name)
+        """Keep a variant in use in both tiers until it is unpinned as often."""
+        key = VariantKey(facts.chunk, facts.name)
         with self._lock:
-            self._memory.rule.pin(place)
+            self._memory.rule.pin(key)
         if self._files is not None:
-            self._files.pin(place)
+            self._files.pin(key)
 
     def unpin(self, facts: VariantFacts) -> None:
         """See `pin`."""
-        place = Place(facts.chunk, facts.name)
+        key = VariantKey(facts.chunk, facts.name)
         with self._lock:
-            self._memory.rule.unpin(place)
+            self._memory.rule.unpin(key)
         if self._files is not None:
-            self._files.unpin(place)
+            self._files.unpin(key)
 
     def size_of(self, n_tokens: int) -> int:
-        """Bytes of a variant of so long a chunk."""
+        """Return the bytes of a variant of a chunk of `n_tokens` tokens."""
         assert self._shape is not None, "a store is bound before it is used"
         return self._shape.nbytes(n_tokens)
 
@@ -240,9 +254,11 @@ class ChunkStore:
             self._counts["misses"] += 1
 
     def put(self, variant: ChunkVariant, *, private: bool = False) -> None:
-        """Keep a variant; where its chunk has as many as are kept, the least useful one goes.
+        """Keep a variant, in place of the least useful one if its chunk has `variants` already.
 
-        private: in memory alone.
+        Args:
+            variant: Variant to keep.
+            private: Whether to keep it in memory alone.
         """
         facts = variant.facts
         assert self._shape is not None, "a store is bound before it is used"
@@ -252,46 +268,39 @@ class ChunkStore:
             with self._lock:
                 self._counts["not_finite"] += 1
             return
-        known, use = self.find(facts.chunk), ChunkUse(self.new_request())
-        if any(one.prefix == facts.prefix and one.exact >= facts.exact for one in known):
+        variants, use = self.find(facts.chunk), ChunkUse(self.new_request())
+        if any(other.prefix == facts.prefix and other.exact >= facts.exact for other in variants):
             return
-        while len(known) >= self.variants:
-            least = min(known, key=lambda one: self._worth.get(Place(one.chunk, one.name), 0))
-            known.remove(least)
-            self._remove(Place(least.chunk, least.name))
+        while len(variants) >= self.variants:
+            least_useful = min(variants, key=lambda other: self._worth.get(VariantKey(other.chunk, other.name), 0))
+            variants.remove(least_useful)
+            self._remove(VariantKey(least_useful.chunk, least_useful.name))
         with self._lock:
             self._counts["stored"] += 1
             self._memory.hold(stored, use)
         if self._files is not None and not private:
             self._files.write(stored, use)
 
-    def _remove(self, place: Place) -> None:
+    def _remove(self, key: VariantKey) -> None:
         with self._lock:
-            self._memory.drop(place)
-            self._worth.pop(place, None)
+            self._memory.drop(key)
+            self._worth.pop(key, None)
         if self._files is not None:
-            self._files.remove(place)
+            self._files.remove(key)
 
     # ------------------------------------------------------------------ figures
 
     def stats(self) -> ChunkStoreStats:
-        """Bytes and counters; from any thread."""
+        """Return bytes and counters; from any thread."""
         with self._lock:
             files = Counter() if self._files is None else self._files.counts
             counts = self._counts
             return ChunkStoreStats(
                 memory_bytes=self._memory.nbytes,
                 disk_bytes=0 if self._files is None else self._files.nbytes,
-                memory_hits=counts["memory_hits"],
-                disk_hits=counts["disk_hits"],
-                misses=counts["misses"],
-                stored=counts["stored"],
                 memory_evicted=self._memory.evicted,
                 disk_evicted=files["evicted"],
-                torn=files["torn"],
-                foreign=files["foreign"],
-                write_failures=files["write_failures"],
-                read_failures=files["read_failures"],
-                load_failures=counts["load_failures"],
-                not_finite=counts["not_finite"],
+                **{name: files[name] for name in ("torn", "foreign", "write_failures", "read_failures")},
+                **{name: counts[name] for name in ("memory_hits", "disk_hits", "misses", "stored")},
+                **{name: counts[name] for name in ("load_failures", "not_finite")},
             )

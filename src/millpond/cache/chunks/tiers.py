@@ -9,21 +9,23 @@ from typing import NamedTuple
 from millpond.cache.chunks.variant import StoredVariant, VariantFacts
 from millpond.cache.paging.rule import PageFacts, PagingRule
 
-_NOTHING = -1
+_NONE = -1
 
 
-class Place(NamedTuple):
-    """Keys of a chunk and name of one of its variants."""
+class VariantKey(NamedTuple):
+    """Key of a chunk and name of one of its variants."""
 
     chunk: str
     name: str
 
 
 class ChunkUse(NamedTuple):
-    """One access of a prompt to a variant.
+    """Access of a prompt to a variant.
 
     Attributes:
-        request: number of the prompt, growing. depth: chunks before this one in it. length: chunks that it has.
+        request: Number of the prompt, growing.
+        depth: Chunks before this one in the prompt.
+        length: Chunks of the prompt.
     """
 
     request: int
@@ -32,85 +34,98 @@ class ChunkUse(NamedTuple):
 
 
 class TierRule:
-    """The variants of one tier, as its paging rule sees them: each is a page without parent or followers."""
+    """Variants of one tier as pages of its paging rule, without parents or followers.
+
+    Args:
+        rule: Paging rule of the tier.
+    """
 
     def __init__(self, rule: PagingRule) -> None:
         self._rule = rule
-        self._numbers: dict[Place, int] = {}
-        self._places: list[Place | None] = []
+        self._numbers: dict[VariantKey, int] = {}
+        self._keys: list[VariantKey | None] = []
         self._last: list[int] = []  # request that used a number last
         self._unused: list[int] = []
-        self._pins: dict[Place, int] = {}
+        self._pins: dict[VariantKey, int] = {}
 
-    def __contains__(self, place: Place) -> bool:
-        return place in self._numbers
+    def __contains__(self, key: VariantKey) -> bool:
+        return key in self._numbers
 
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def __iter__(self) -> Iterator[Place]:
+    def __iter__(self) -> Iterator[VariantKey]:
         return iter(list(self._numbers))
 
-    def use(self, place: Place, use: ChunkUse) -> None:
-        """A prompt uses a variant, which is new where the tier did not hold it. One prompt counts once."""
-        number = self._numbers.get(place)
-        known = number is not None
+    def use(self, variant_key: VariantKey, use: ChunkUse) -> None:
+        """Record that a prompt uses a variant; one prompt counts once.
+
+        The variant is new if the tier did not hold it.
+        """
+        number = self._numbers.get(variant_key)
+        is_known = number is not None
         if number is None:
-            number = self._number_for(place)
+            number = self._number_for(variant_key)
         elif self._last[number] == use.request:
             return
         self._last[number] = use.request
-        key = int.from_bytes(hashlib.blake2b("/".join(place).encode(), digest_size=8).digest(), "little")
-        found = use.depth + 1 if known else use.depth
-        self._rule.touch(number, PageFacts(key, _NOTHING, use.request, use.depth, use.length, found))
-        if place not in self._pins:
+        key = int.from_bytes(hashlib.blake2b("/".join(variant_key).encode(), digest_size=8).digest(), "little")
+        n_known = use.depth + 1 if is_known else use.depth
+        self._rule.touch(number, PageFacts(key, _NONE, use.request, use.depth, use.length, n_known))
+        if variant_key not in self._pins:
             self._rule.allow(number)
 
-    def drop(self, place: Place) -> None:
-        """A variant is gone; one that is not there is no error."""
-        number = self._numbers.pop(place, None)
+    def drop(self, key: VariantKey) -> None:
+        """Forget a variant; a missing one is no error."""
+        number = self._numbers.pop(key, None)
         if number is not None:
             self._rule.drop(number)
-            self._places[number] = None
+            self._keys[number] = None
             self._unused.append(number)
 
-    def pin(self, place: Place) -> None:
-        """A variant stays until it is unpinned as often, whether it is there yet or not."""
-        self._pins[place] = self._pins.get(place, 0) + 1
-        if self._pins[place] == 1 and place in self._numbers:
-            self._rule.forbid(self._numbers[place])
+    def pin(self, key: VariantKey) -> None:
+        """Keep a variant until it is unpinned as often, whether it is held yet or not."""
+        self._pins[key] = self._pins.get(key, 0) + 1
+        if self._pins[key] == 1 and key in self._numbers:
+            self._rule.forbid(self._numbers[key])
 
-    def unpin(self, place: Place) -> None:
+    def unpin(self, key: VariantKey) -> None:
         """See `pin`."""
-        self._pins[place] -= 1
-        if not self._pins[place]:
-            del self._pins[place]
-            if place in self._numbers:
-                self._rule.allow(self._numbers[place])
+        self._pins[key] -= 1
+        if not self._pins[key]:
+            del self._pins[key]
+            if key in self._numbers:
+                self._rule.allow(self._numbers[key])
 
-    def victim(self) -> Place | None:
-        """The variant that leaves next; None if all are pinned, or there is none. It stays until it is dropped."""
+    def victim(self) -> VariantKey | None:
+        """Return the variant to evict next; None if there is none that is not pinned.
+
+        It stays until it is dropped.
+        """
         number = self._rule.victim()
-        return None if number is None else self._places[number]
+        return None if number is None else self._keys[number]
 
-    def _number_for(self, place: Place) -> int:
+    def _number_for(self, key: VariantKey) -> int:
         if not self._unused:
-            self._unused.append(len(self._places))
-            self._places.append(None)
-            self._last.append(_NOTHING)
+            self._unused.append(len(self._keys))
+            self._keys.append(None)
+            self._last.append(_NONE)
         number = self._unused.pop()
-        self._numbers[place], self._places[number] = number, place
+        self._numbers[key], self._keys[number] = number, key
         return number
 
 
 class MemoryTier:
-    """Not safe for several threads at once.
+    """Variants in memory. Not safe for several threads at once.
 
     Args:
-        limit: most bytes.
+        limit: Most bytes.
+        rule: Rule that chooses the variants to evict.
 
     Attributes:
-        nbytes: of all variants. evicted: variants that left for room.
+        rule: Variants as the rule sees them.
+        nbytes: Bytes of all variants.
+        evicted: Number of evicted variants.
     """
 
     def __init__(self, limit: int, rule: PagingRule) -> None:
@@ -120,37 +135,40 @@ class MemoryTier:
         self._held: dict[str, dict[str, StoredVariant]] = {}  # by chunk and name
 
     def facts(self, chunk: str) -> list[VariantFacts]:
-        """The variants of a chunk."""
-        return [held.facts for held in self._held.get(chunk, {}).values()]
+        """Return the facts of a chunk's variants."""
+        return [variant.facts for variant in self._held.get(chunk, {}).values()]
 
-    def take(self, place: Place, use: ChunkUse) -> StoredVariant | None:
-        """A variant, for a prompt; None where it is not held."""
-        found = self._held.get(place.chunk, {}).get(place.name)
-        if found is not None:
-            self.rule.use(place, use)
-        return found
+    def take(self, key: VariantKey, use: ChunkUse) -> StoredVariant | None:
+        """Return a variant, for a prompt; None if it is not held."""
+        variant = self._held.get(key.chunk, {}).get(key.name)
+        if variant is not None:
+            self.rule.use(key, use)
+        return variant
 
     def hold(self, variant: StoredVariant, use: ChunkUse) -> None:
-        """Hold a variant in place of others; not where it is larger than the tier, or prompts use too many others."""
+        """Hold a variant and evict others for it.
+
+        It is not held if it is larger than the tier, or if too many others are pinned.
+        """
         if variant.nbytes > self._limit:
             return
-        place = Place(variant.facts.chunk, variant.facts.name)
-        self.drop(place)
+        key = VariantKey(variant.facts.chunk, variant.facts.name)
+        self.drop(key)
         while self.nbytes + variant.nbytes > self._limit:
             victim = self.rule.victim()
             if victim is None:
                 return
             self.drop(victim)
             self.evicted += 1
-        self._held.setdefault(place.chunk, {})[place.name] = variant
+        self._held.setdefault(key.chunk, {})[key.name] = variant
         self.nbytes += variant.nbytes
-        self.rule.use(place, use)
+        self.rule.use(key, use)
 
-    def drop(self, place: Place) -> None:
-        """Forget a variant; one that is not there is no error."""
-        held = self._held.get(place.chunk, {})
-        if (gone := held.pop(place.name, None)) is not None:
-            self.nbytes -= gone.nbytes
-            self.rule.drop(place)
-            if not held:
-                del self._held[place.chunk]
+    def drop(self, key: VariantKey) -> None:
+        """Forget a variant; a missing one is no error."""
+        variants = self._held.get(key.chunk, {})
+        if (dropped := variants.pop(key.name, None)) is not None:
+            self.nbytes -= dropped.nbytes
+            self.rule.drop(key)
+            if not variants:
+                del self._held[key.chunk]

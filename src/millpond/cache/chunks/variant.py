@@ -1,4 +1,4 @@
-"""One computation of a chunk: its key, shape and number format, its keys and values, and the context before it."""
+"""Variant of a chunk: its key, shape and number format, its keys and values, and the context before it."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ Part = tuple[str, tuple[int, ...], torch.dtype]
 
 
 def check_rest(name: str) -> RestName:
-    """The name of a format.
+    """Return the name of a format, checked.
 
     Raises:
         OptionError: there is no such format.
     """
-    for known in get_args(RestName):
-        if name == known:
-            return known  # type: ignore[no-any-return]
+    for format_name in get_args(RestName):
+        if name == format_name:
+            return format_name  # type: ignore[no-any-return]
     raise unknown("dtype of a chunk store", str(name), get_args(RestName))
 
 
 @dataclass(frozen=True, slots=True)
 class RestFormat:
-    """How keys (Hkv, n, key_dim) and values (Hkv, n, value_dim) of one layer are kept.
+    """Format of stored keys (Hkv, n, key_dim) and values (Hkv, n, value_dim) of one layer.
 
     Attributes:
-        name: see `RestName`. model: dtype of the model's own keys and values.
+        name: Name of the format, see `RestName`.
+        model: Dtype of the model's keys and values.
     """
 
     name: RestName
@@ -51,21 +52,21 @@ class RestFormat:
 
     @property
     def bits(self) -> int | None:
-        """Of a code; None: numbers are kept as floats."""
+        """Bits of a code; None if numbers are stored as floats."""
         return _BITS.get(self.name)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the numbers, where they are no codes."""
+        """Dtype of the numbers, if they are no codes."""
         return _FLOATS.get(self.name, self.model)
 
     @property
     def exact(self) -> bool:
-        """Whether what is kept is what was given, bit for bit."""
+        """Whether numbers are stored bit for bit."""
         return self.bits is None and torch.promote_types(self.dtype, self.model) == self.dtype
 
     def parts(self, heads: int, n: int, dim: int, is_key: bool) -> list[Part]:
-        """The tensors that keep keys or values (heads, n, dim)."""
+        """Return name, shape and dtype of the tensors of keys or values (heads, n, dim)."""
         if self.bits is None:
             return [("", (heads, n, dim), self.dtype)]
         runs = (heads, -(-n // GROUP), dim) if is_key else (heads, n, dim // _group(dim))
@@ -73,11 +74,11 @@ class RestFormat:
         return [("", codes, torch.uint8), (".scales", runs, torch.float16), (".zeros", runs, torch.float16)]
 
     def nbytes(self, heads: int, n: int, dim: int, is_key: bool) -> int:
-        """Bytes of these tensors."""
+        """Return the bytes of these tensors."""
         return sum(torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in self.parts(heads, n, dim, is_key))
 
     def encode(self, x: Tensor, is_key: bool) -> dict[str, Tensor]:
-        """Keys or values x (heads, n, dim), n > 0, as tensors on the CPU by the suffixes of `parts`.
+        """Return keys or values x (heads, n, dim), n > 0, as CPU tensors by suffixes of `parts`.
 
         Raises:
             NumericsError: NaN, infinity, or a number that no scale can hold.
@@ -94,7 +95,7 @@ class RestFormat:
         return {"": codes.cpu(), ".scales": groups.scales.cpu(), ".zeros": groups.zeros.cpu()}
 
     def decode(self, parts: dict[str, Tensor], dim: int, is_key: bool) -> Tensor:
-        """The numbers (heads, n, dim) that these tensors stand for: float32, or floats as they are kept."""
+        """Return the numbers (heads, n, dim) of these tensors: float32 for codes, else as stored."""
         codes = parts[""]
         if self.bits is None:
             return codes
@@ -102,8 +103,8 @@ class RestFormat:
             codes = torch.stack([codes & 15, codes >> 4], -1).flatten(2)[..., :dim]
         n = codes.shape[1]
         grouped = _by_channel(codes) if is_key else codes.reshape(*codes.shape[:2], -1, _group(dim))
-        found = decode_affine(Groups(grouped, parts[".scales"], parts[".zeros"]), self.bits)
-        return found.transpose(2, 3).flatten(1, 2)[:, :n] if is_key else found.flatten(2)
+        numbers = decode_affine(Groups(grouped, parts[".scales"], parts[".zeros"]), self.bits)
+        return numbers.transpose(2, 3).flatten(1, 2)[:, :n] if is_key else numbers.flatten(2)
 
 
 def _group(dim: int) -> int:
@@ -111,8 +112,10 @@ def _group(dim: int) -> int:
 
 
 def _by_channel(x: Tensor) -> Tensor:
-    """X (heads, n, dim) as (heads, runs, dim, GROUP); the last run is filled up with its last token, which widens no
-    range."""
+    """Return x (heads, n, dim) as (heads, runs, dim, GROUP).
+
+    The last run is filled up with its last token, which widens no range.
+    """
     missing = -x.shape[1] % GROUP
     if missing:
         x = torch.cat([x, x[:, -1:].expand(-1, missing, -1)], 1)
@@ -121,11 +124,13 @@ def _by_channel(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredShape:
-    """What the variants of one model have in common.
+    """Shape and format that all variants of one model have in common.
 
     Attributes:
-        model: tells the model, its weights and its dtype from others. dtype: of its keys and values.
-        layers: (n_kv_heads, key_dim, value_dim) of each layer. rest: the format in which a store keeps them.
+        model: Mark that distinguishes the model, its weights and its dtype from others.
+        dtype: Dtype of its keys and values.
+        layers: (n_kv_heads, key_dim, value_dim) of each layer.
+        rest: Name of the format in a store.
     """
 
     model: str
@@ -135,16 +140,16 @@ class StoredShape:
 
     @property
     def format(self) -> RestFormat:
-        """In which keys and values are kept."""
+        """Format of keys and values in a store."""
         return RestFormat(self.rest, self.dtype)
 
     @property
     def mark(self) -> str:
-        """Tells files of this model in this format from others."""
+        """Mark that distinguishes files of this model in this format from others."""
         return self.model if self.rest == "auto" else f"{self.model}-{self.rest}"
 
     def nbytes(self, n_tokens: int) -> int:
-        """Bytes of a variant of so long a chunk."""
+        """Return the bytes of a variant of a chunk of `n_tokens` tokens."""
         tensors = self._tensors(n_tokens)
         return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in tensors.values())
 
@@ -153,7 +158,7 @@ class StoredShape:
         return {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} == self._tensors(n_tokens)
 
     def sides(self) -> Iterator[tuple[str, int, int, bool]]:
-        """Name, heads, dim and whether they are keys, of the keys and the values of each layer."""
+        """Yield name, heads, dim and `is_key` of the keys and of the values of each layer."""
         for layer, (heads, key_dim, value_dim) in enumerate(self.layers):
             yield f"keys.{layer}", heads, key_dim, True
             yield f"values.{layer}", heads, value_dim, False
@@ -169,14 +174,17 @@ class StoredShape:
 
 @dataclass(frozen=True, slots=True)
 class VariantFacts:
-    """What is known of a variant without its tensors.
+    """Facts of a variant without its tensors.
 
     Attributes:
-        chunk: key of the chunk's ids. n_tokens: of the chunk. prefix: key of all ids before it.
-        before: keys of the parts before it, each once, in order. received: the attention that the chunk's tokens gave
-            to each of them, summed over tokens and averaged over layers and heads.
+        chunk: Key of the chunk's ids.
+        n_tokens: Tokens of the chunk.
+        prefix: Key of all ids before it.
+        before: Keys of the parts before it, each once, in order.
+        received: Attention that the chunk's tokens gave to each of them, summed over tokens and averaged over layers
+            and heads.
         impact: CCI, see `contextual_impact`.
-        exact: whether it was computed after a context that was computed in full.
+        exact: Whether it was computed after a context that was computed in full.
     """
 
     chunk: str
@@ -193,7 +201,10 @@ class VariantFacts:
         return f"{self.prefix[:40]}-{'exact' if self.exact else 'blended'}"
 
     def share(self, prefix: str, before: list[str], alpha: float) -> float:
-        """CFO after a text of key `prefix` with parts `before`; 0 where it was computed after just this text."""
+        """Return the CFO after a text of key `prefix` with parts `before`.
+
+        It is 0 if the variant was computed after just this text.
+        """
         if self.exact and self.prefix == prefix:
             return 0.0
         return recompute_share(self.impact, prefix_overlap(self.before, self.received, before), alpha)
@@ -201,11 +212,13 @@ class VariantFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkVariant:
-    """A variant as it was computed.
+    """Variant as it was computed.
 
     Attributes:
-        scores: (n_tokens,) float32, the attention of each token to all earlier parts.
-        keys: per layer (Hkv, n_tokens, key_dim) before RoPE. values: per layer (Hkv, n_tokens, value_dim).
+        facts: Facts of the variant.
+        scores: Attention of each token to all earlier parts, (n_tokens,) float32.
+        keys: Keys before RoPE of each layer, (Hkv, n_tokens, key_dim).
+        values: Values of each layer, (Hkv, n_tokens, value_dim).
     """
 
     facts: VariantFacts
@@ -214,24 +227,26 @@ class ChunkVariant:
     values: tuple[Tensor, ...]
 
     def stored(self, shape: StoredShape) -> StoredVariant:
-        """As a store keeps it.
+        """Return the variant as a store keeps it.
 
         Raises:
             NumericsError: a number that its format cannot hold.
         """
         tensors = {"scores": self.scores.detach().cpu()}
-        both = (t for pair in zip(self.keys, self.values, strict=True) for t in pair)
-        for (name, _, _, is_key), x in zip(shape.sides(), both, strict=True):
+        tensors_by_side = (t for pair in zip(self.keys, self.values, strict=True) for t in pair)
+        for (name, _, _, is_key), x in zip(shape.sides(), tensors_by_side, strict=True):
             tensors |= {name + suffix: t for suffix, t in shape.format.encode(x.detach(), is_key).items()}
         return StoredVariant(self.facts, shape, tensors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredVariant:
-    """A variant as a store keeps it.
+    """Variant as a store keeps it.
 
     Attributes:
-        tensors: those that `shape` names.
+        facts: Facts of the variant.
+        shape: Shape and format of its tensors.
+        tensors: Tensors by the names of `shape`.
     """
 
     facts: VariantFacts
@@ -244,31 +259,40 @@ class StoredVariant:
 
     @property
     def scores(self) -> Tensor:
-        """(n_tokens,) float32, the attention of each token to all earlier parts."""
+        """Attention of each token to all earlier parts, (n_tokens,) float32."""
         return self.tensors["scores"]
 
     def keys(self, layer: int) -> Tensor:
-        """(Hkv, n_tokens, key_dim) before RoPE, on the CPU, in the format's dtype, float32 for codes."""
+        """Return the keys before RoPE, (Hkv, n_tokens, key_dim), on the CPU.
+
+        They have the format's dtype, float32 for codes.
+        """
         return self._side(f"keys.{layer}", self.shape.layers[layer][1], True)
 
     def values(self, layer: int) -> Tensor:
-        """(Hkv, n_tokens, value_dim), as `keys`."""
+        """Return the values, (Hkv, n_tokens, value_dim), as `keys`."""
         return self._side(f"values.{layer}", self.shape.layers[layer][2], False)
 
     def _side(self, name: str, dim: int, is_key: bool) -> Tensor:
-        kept = self.shape.format
-        parts = {suffix: self.tensors[name + suffix] for suffix, _, _ in kept.parts(1, 1, dim, is_key)}
-        return kept.decode(parts, dim, is_key)
+        rest_format = self.shape.format
+        parts = {suffix: self.tensors[name + suffix] for suffix, _, _ in rest_format.parts(1, 1, dim, is_key)}
+        return rest_format.decode(parts, dim, is_key)
 
 
 def variant_of(
     chunk: str, prefix: str, exact: bool, before: dict[str, int], sums: Tensor, keys: list[Tensor], values: list[Tensor]
 ) -> ChunkVariant:
-    """The variant of a chunk that was computed in full.
+    """Return the variant of a chunk that was computed in full.
 
     Args:
-        before: keys of the parts before it -> their tokens. sums: (n, len(before) + 1) float32, the attention of each
-            token to each of these parts and to the chunk itself, averaged over layers and heads.
+        chunk: Key of the chunk's ids.
+        prefix: Key of all ids before it.
+        exact: Whether the context before it was computed in full.
+        before: Tokens of the parts before it, by their keys.
+        sums: (n, len(before) + 1) float32, the attention of each token to each of these parts and to the chunk itself,
+            averaged over layers and heads.
+        keys: Keys before RoPE of each layer, (Hkv, n, key_dim).
+        values: Values of each layer, (Hkv, n, value_dim).
     """
     n, parts = len(sums), len(before)
     received = [float(x) for x in sums.double().sum(0)]
@@ -278,10 +302,10 @@ def variant_of(
 
 
 def ids_key(ids: Sequence[int] | np.ndarray) -> str:
-    """SHA-256 of token ids, in hex: equal for equal ids alone."""
+    """Return the SHA-256 of token ids in hex, equal only for equal ids."""
     return hashlib.sha256(np.asarray(ids, dtype="<i8").tobytes()).hexdigest()
 
 
 def salted(key: str, salt: str) -> str:
-    """The key of a chunk for requests of one salt, which cannot be read from it."""
+    """Return the key of a chunk for requests with one salt, which cannot be read from it."""
     return hashlib.sha256(f"{key} ".encode() + salt.encode("utf-8", "surrogatepass")).hexdigest()

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from millpond.cache.pages.aged_store import QuantizedPart
 from millpond.cache.pages.page_table import PageTable
-from millpond.cache.pages.quantized_store import Ints, QuantizedStore
+from millpond.cache.pages.quantized_store import Ints, NewCodes, QuantizedStore
 from millpond.cache.pages.ref_counted_pool import Pool
 from millpond.cache.state.span_marks import KeptSpans
 from millpond.cache.types import Entries, by_position
 from millpond.codec.spec import WHOLE, Codec
-from millpond.errors import PoolFullError
 from millpond.kernels import ops
 from millpond.kernels.args import EntryRows, PaddedEntries, joined
 from millpond.kernels.decode_rules import DecodeRule, eviction_value
@@ -80,12 +79,10 @@ def _pass(upper: QuantizedStore, lower: QuantizedStore, sequence: int, over: Int
     age = entries.positions.clone()
     age[:, n_again:] += torch.where(age[:, n_again:] >= 0, FAR, 0)
     order = by_position(age)
-    lower.write(sequence, count, order[:, : int(count.max())], entries)
+    lower.absorb(sequence, NewCodes(count, order[:, : int(count.max())], entries), emptied=sparse)
     chosen = torch.arange(order.shape[1], device=order.device) < count[:, None]
-    moved = torch.zeros_like(chosen).scatter_(1, order, chosen)
-    lower.drop_pages(rows, sparse)
-    upper.mark_evicted(rows, moved[:, n_again:])
-    upper.drop_pages(rows, upper.sparse(rows, whole=True))
+    moved = torch.zeros_like(chosen).scatter_(1, order, chosen)[:, n_again:]
+    upper.absorb(sequence, kept=~moved, emptied=upper.sparse(rows, moved, whole=True))
 
 
 def write_fresh_pages(table: PageTable, sequence: int, entries: Entries, index: Tensor, counts: Tensor) -> None:
@@ -116,45 +113,36 @@ def replace(table: PageTable, sequence: int, entries: Entries, keep: Tensor, *, 
     """
     quantized = table.quantized
     assert quantized is not None
-    n, rows = entries.n_quantized, table.rows(sequence)
-    here = entries.positions >= 0
-    loose = keep & here
-    first = quantized.parts[0]
+    n, here = entries.n_quantized, entries.positions >= 0
+    codes, plain = here & ~keep, here & keep
+    kept, scores, emptied = None, None, None
     if quantized.codec.tiered:
-        codes = here & ~keep
-        codes[:, :n], loose[:, :n] = False, False
-        _write(table, first, sequence, entries, codes, loose)
-        return
-    if not n:
-        quantized.forget(sequence)
-    leave, stays, held = (here & ~keep)[:, :n], loose[:, :n].clone(), loose.sum(1).cpu().numpy()
-    own = first.width(sequence) if n else 0
-    sparse = first.sparse(rows, leave[:, :own])
-    column = torch.arange(own, device=loose.device)
-    loose[:, :own] &= torch.from_numpy(sparse).to(loose.device)[:, column // first.slots]
-    loose[:, own:n] = False  # what passed into a later tier stays there
-    codes = _oldest(first, entries.positions, loose, held) if seal else torch.zeros_like(loose)
-    ends = np.cumsum([0, *(part.width(sequence) for part in quantized.parts)]).tolist()
-    _write(table, first, sequence, entries, codes, loose & ~codes)
-    if n:
-        for part, begin, end in zip(quantized.parts, ends, ends[1:], strict=False):
-            scores = entries.scores[:, begin:end]
-            part.mark_evicted(rows, leave[:, begin:end])
-            part.rescore(rows, scores, stays[:, begin:end] & (scores != part.scores(rows)[:, : end - begin]))
-        first.drop_pages(rows, sparse)
-    if seal:
+        codes[:, :n], plain[:, :n] = False, False
+    else:
+        if not n:
+            quantized.forget(sequence)
+        first, n_kept = quantized.parts[0], plain.sum(1).cpu().numpy()
+        kept, scores, width = keep[:, :n], entries.scores[:, :n], first.width(sequence)
+        emptied = first.sparse(first.rows(sequence), codes[:, :width])
+        column = torch.arange(width, device=plain.device)
+        plain[:, :width] &= torch.from_numpy(emptied).to(plain.device)[:, column // first.slots]
+        plain[:, width:n] = False  # what passed into a later tier stays there
+        codes = _oldest(first, entries.positions, plain, n_kept) if seal else torch.zeros_like(plain)
+        plain &= ~codes
+    _absorb(table, quantized, sequence, entries, codes, plain, kept, scores, emptied)
+    if seal and not quantized.codec.tiered:
         pass_down(table, np.arange(table.n_seq) == sequence)
 
 
 def drop(table: PageTable, sequence: int, entries: Entries, gone: Tensor) -> None:
     """Evict entries of both tiers, `gone` (H, N) bool; none of the others moves."""
     (quantized,) = table.packed_parts
-    n, rows = entries.n_quantized, table.rows(sequence)
-    plain = (entries.positions >= 0) & ~gone
+    n, here = entries.n_quantized, entries.positions >= 0
+    plain = here & ~gone
     plain[:, :n] = False
-    _write(table, quantized, sequence, entries, torch.zeros_like(plain), plain)
-    quantized.mark_evicted(rows, gone[:, :n] & (entries.positions[:, :n] >= 0))
-    quantized.drop_pages(rows, quantized.sparse(rows, whole=True))
+    leaving = (here & gone)[:, :n]
+    emptied = quantized.sparse(table.rows(sequence), leaving, whole=True)
+    _absorb(table, quantized, sequence, entries, torch.zeros_like(plain), plain, ~leaving, emptied=emptied)
 
 
 def quantize_due(table: PageTable, active: np.ndarray) -> None:
@@ -187,8 +175,7 @@ def _quantize_oldest(table: PageTable, quantized: QuantizedStore, sequences: np.
             entries = _behind(quantized.pages_of(rows, sparse), entries)
         here = entries.positions >= 0
         codes = _oldest(quantized, entries.positions, here, table.entries()[sequence])
-        _write(table, quantized, sequence, entries, codes, here & ~codes)
-        quantized.drop_pages(rows, sparse)
+        _absorb(table, quantized, sequence, entries, codes, here & ~codes, emptied=sparse)
 
 
 def _quantize_first_pages(table: PageTable, quantized: QuantizedStore, sequences: np.ndarray) -> bool:
@@ -237,7 +224,7 @@ def demote_due(table: PageTable, rule: DecodeRule, at: np.ndarray, kept: KeptSpa
         places = torch.arange(lowest.shape[1], device=lowest.device).expand_as(lowest)
         place_of = torch.empty_like(lowest).scatter_(1, lowest, places)
         keep = (positions >= 0) & (place_of >= torch.from_numpy(over[sequence]).to(lowest.device)[:, None])
-        _write(table, quantized, sequence, entries, (positions >= 0) & ~keep, keep)
+        _absorb(table, quantized, sequence, entries, (positions >= 0) & ~keep, keep)
 
 
 def _plain(table: PageTable, sequence: int) -> Entries:
@@ -280,7 +267,7 @@ def truncate(quantized: QuantizedPart, sequence: int, seen: int) -> np.ndarray:
     """Release quantized entries from position `seen` on; return the number of each head, (H,)."""
     rows = quantized.rows(sequence)
     gone = quantized.positions(rows) >= seen
-    quantized.mark_evicted(rows, gone)
+    quantized.absorb(sequence, kept=~gone)
     return gone.sum(1).cpu().numpy().astype(np.int32)
 
 
@@ -315,12 +302,31 @@ def _oldest(quantized: QuantizedStore, positions: Tensor, loose: Tensor, held: I
     return torch.zeros_like(loose).scatter_(1, order, chosen)
 
 
-def _write(
-    table: PageTable, quantized: QuantizedStore, sequence: int, entries: Entries, codes: Tensor, plain: Tensor
+def _absorb(
+    table: PageTable,
+    quantized: QuantizedPart,
+    sequence: int,
+    entries: Entries,
+    codes: Tensor,
+    plain: Tensor,
+    kept: Tensor | None = None,
+    scores: Tensor | None = None,
+    emptied: np.ndarray | None = None,
 ) -> None:
-    """Write candidates (H, N) bool: `codes` after quantized ones, `plain` over plain ones.
+    """Quantize the candidates `codes` (H, N) bool, and write the `plain` ones to plain pages.
 
     Codes are made of numbers as plain pages hold them, whether an entry was ever stored in one or not.
+
+    Args:
+        table: Table of the layer.
+        quantized: Quantized part that takes the codes.
+        sequence: Sequence in the table.
+        entries: Candidates.
+        codes: Candidates that are quantized.
+        plain: Candidates that plain pages hold; these drop all others.
+        kept: See `QuantizedStore.absorb`.
+        scores: See there.
+        emptied: See there.
 
     Raises:
         PoolFullError: the pool is full; nothing was changed.
@@ -330,9 +336,9 @@ def _write(
     orders = [by_position(torch.where(chosen, entries.positions, -1)) for chosen in (codes, plain)]
     counts = [chosen.sum(1) for chosen in (codes, plain)]
     rows = [order[:, : int(count.max())] for order, count in zip(orders, counts, strict=True)]
-    quantized.write(sequence, counts[0], rows[0], PaddedEntries(*entries[:5]))
-    try:
+
+    def write_plain() -> None:
         write_fresh_pages(table, sequence, entries, rows[1], counts[1])
-    except PoolFullError:
-        quantized.unwrite(sequence, counts[0])
-        raise
+
+    new = NewCodes(counts[0], rows[0], PaddedEntries(*entries[:5]))
+    quantized.absorb(sequence, new, kept=kept, scores=scores, emptied=emptied, write_rest=write_plain)

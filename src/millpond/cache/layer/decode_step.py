@@ -284,16 +284,27 @@ class DecodeStep:
             self._planner.stepped(table, q, newest.q_pos, positions)
         return out
 
-    def takes_rows(self, table: PageTable, n: int, dtype: torch.dtype) -> bool:
-        """Whether `rows` takes `n` tokens: all entries stay, in their `dtype`, in pages of a CPU."""
+    def one(
+        self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, columns: int, scores: Tensor | None
+    ) -> Tensor:
+        """Return `step` of the only column of a pass, (S, Hq, 1, value_dim).
+
+        The arguments are those of `step`, with that column.
+        """
+        newest = None if scores is None else scores[..., 0]
+        out = self.step(table, q[:, :, 0], k[:, :, 0], v[:, :, 0], span.token(0), columns, span.q_pos, newest)
+        return out[:, :, None]
+
+    def takes_few(self, table: PageTable, n: int, dtype: torch.dtype) -> bool:
+        """Whether `few` takes `n` tokens: all entries stay, in their `dtype`, in pages of a CPU."""
         arrays = table.pool.arrays
         keeps = self._policy.keeps_all and self._rule == KEEP_ALL and self._sequence_state.head_rules is None
         if not keeps or n > FEW_ROWS or arrays.device.type != "cpu" or arrays.dtype is not dtype:
             return False
         return table.quantized is None and self.plain(table, self._attention.shape)
 
-    def rows(self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan) -> Tensor:
-        """Decode a few tokens per sequence, if `takes_rows`, each with the bits of a `step`.
+    def few(self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan) -> Tensor:
+        """Decode a few tokens per sequence, if `takes_few`, each with the bits of a `step`.
 
         q: (S, Hq, n, D), k, v: (S, Hkv, n, D) -> (S, Hq, n, value_dim).
 

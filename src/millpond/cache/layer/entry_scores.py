@@ -11,40 +11,47 @@ from torch import Tensor
 from millpond.cache.state.gate_context import GateContext
 from millpond.cache.state.positions import ForwardSpan
 from millpond.cache.types import PerSequence, RotaryEmbedding
-from millpond.policy.trained.networks import Gates, LayerGate, RetainingHeads, features_of, kept_probability
+from millpond.policy.policy import Policy
+from millpond.policy.trained.networks import Gates, LayerGate, features_of, kept_probability
 
 #: Tokens whose rotation is undone at a time, so that a long prompt takes no copies of its queries and keys.
 BLOCK = 1024
 
 
-def entry_scores(
-    heads: RetainingHeads,
+def new_entry_scores(
+    policy: Policy,
     layer: int,
     rotary: RotaryEmbedding | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     span: ForwardSpan,
+    contexts: PerSequence[GateContext],
 ) -> Tensor:
-    """Return scores of the new tokens of one pass, (S, Hkv, Q) float32; any number at pads.
+    """Return the scores that the new tokens of one pass are written with, (S, Hkv, Q) float32.
 
     Args:
-        heads: Trained heads that give the scores.
+        policy: Policy that scores entries, by trained heads or gates.
         layer: Index of the layer.
         rotary: Rotary embedding that was applied to q and k; None if there was none.
         q: Queries (S, Hq, Q, key_dim).
         k: Keys (S, Hkv, Q, key_dim).
         v: Values (S, Hkv, Q, value_dim).
         span: Positions of the pass.
+        contexts: Tokens that the gate has read of each sequence; the new tokens join them.
 
     Raises:
-        CacheMismatchError: the heads are of a model of another shape.
+        CacheMismatchError: the heads or gates are of a model of another shape.
     """
+    if policy.gates is not None:
+        return _gate_scores(policy.gates, layer, rotary, q, k, v, span, contexts)
+    heads = policy.entry_scores
+    assert heads is not None, "the heads of a model are found before its caches are made"
     scores = [heads.scores(layer, *part.qkv) for part in _unrotated(rotary, q, k, v, span)]
     return scores[0] if len(scores) == 1 else torch.cat(scores, -1)
 
 
-def gate_scores(
+def _gate_scores(
     gates: Gates,
     layer: int,
     rotary: RotaryEmbedding | None,
@@ -56,20 +63,8 @@ def gate_scores(
 ) -> Tensor:
     """Return how surely each KV head keeps the new tokens, (S, Hkv, Q) float32; 0 at pads.
 
-    Each sequence is computed alone, so the rest of the batch changes nothing.
-
-    Args:
-        gates: Trained gates that give the scores.
-        layer: Index of the layer.
-        rotary: Rotary embedding that was applied to q and k; None if there was none.
-        q: Queries (S, Hq, Q, key_dim).
-        k: Keys (S, Hkv, Q, key_dim).
-        v: Values (S, Hkv, Q, value_dim).
-        span: Positions of the pass.
-        contexts: Tokens that the gate has read of each sequence; the new tokens join them.
-
-    Raises:
-        CacheMismatchError: the gates are of a model of another shape.
+    Each sequence is computed alone, so the rest of the batch changes nothing. Arguments are those of
+    `new_entry_scores`.
     """
     scores = torch.zeros(*k.shape[:3], device=k.device)
     valid = None if span.valid is None else torch.from_numpy(span.valid).to(q.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self, TypeVar
+from typing import Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from millpond.cache.attention.paged import PagedAttention
 from millpond.cache.entries import quantize
 from millpond.cache.layer.decode_step import DecodeStep, PendingStep
-from millpond.cache.layer.entry_scores import entry_scores, gate_scores
+from millpond.cache.layer.entry_scores import new_entry_scores
 from millpond.cache.layer.layer_storage import LayerStorage
 from millpond.cache.layer.prompt_pages import FindPool, PromptPages
 from millpond.cache.layer.prompt_pass import PartialSpan, PromptPass
@@ -29,9 +29,31 @@ from millpond.kernels.args import AttentionShape
 from millpond.policy.policy import Policy
 from millpond.policy.scores.query_moments import QueryMoments
 from millpond.policy.view import View
-from millpond.tiers.free_memory import give_back_after
 
 T = TypeVar("T")
+#: How the tokens of a pass are read: one per sequence or a few, decoded together; or those of a prompt, as if they were
+#: decoded one after another or all at once.
+PassKind = Literal["decode_one", "decode_few", "greedy_prompt", "prompt"]
+
+
+class OpenPass(NamedTuple):
+    """A pass that is ready to run.
+
+    Attributes:
+        kind: How its tokens are read.
+        table: Table that they join.
+        q: Queries (S, Hq, Q, key_dim), as they meet stored keys.
+        k: Keys (S, Hkv, Q, key_dim), as they are stored.
+        v: Values (S, Hkv, Q, value_dim), as they are stored.
+        scores: Scores (S, Hkv, Q) float32 of the new entries; None for those of the method.
+    """
+
+    kind: PassKind
+    table: PageTable
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scores: Tensor | None
 
 
 class LayerCache(LayerStorage):
@@ -85,7 +107,7 @@ class LayerCache(LayerStorage):
         self.attention = self._attention_type(index, self.sequence_state)
         self.planner = Planner(policy, entries, tracker, self.attention, self.sequence_state)
         self._decode_step = DecodeStep(index, policy, tracker, self.attention, self.planner, self.sequence_state)
-        self._passes = PromptPass(policy, self.attention, self.planner, self.sequence_state, self._decode_step)
+        self._prompt_pass = PromptPass(policy, self.attention, self.planner, self.sequence_state, self._decode_step)
         self._pool = pool
         self._quantized = quantized
         self._between_chunks = between_chunks
@@ -142,25 +164,63 @@ class LayerCache(LayerStorage):
             PoolFullError, CacheMismatchError, BudgetError, NumericsError: see `millpond.errors`.
         """
         span = self.tracker.span(self.columns, q.shape[2], q.shape[0], mask, q.device)
-        table = self._table if self._table is not None and self._opened else self.allocate(k, v, shape)
-        self.attention.shape = shape
-        scores = self._entry_scores(q, k, v, span)
-        basis = table.basis
+        kind, table, q, k, v, scores = self._open_pass(q, k, v, span, shape)
+        if kind == "decode_one":
+            out = self._decode_step.one(table, q, k, v, span, self.columns, scores)
+        elif kind == "decode_few":
+            out = self._decode_step.few(table, q, k, v, span)
+        elif kind == "greedy_prompt":
+            out = self._prompt_pass.read_greedily(table, q, k, v, span, self.columns)
+        else:
+            waits, probe = self._waits(), self.probe
+            out = self._prompt_pass.read(table, q, k, v, span, self.columns, waits=waits, probe=probe, scores=scores)
+        return self._close_pass(table, span, out)
+
+    def _open_pass(self, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, shape: AttentionShape) -> OpenPass:
+        """Prepare a pass: its table, and its tokens as the layer stores them.
+
+        A plan that waits for the pass runs before. Other layers that read the entries of this one see them from now on.
+
+        Raises:
+            PoolFullError: see `attend`.
+        """
+        table = self._open_table(k, v, shape)
+        kind = self._kind(table, q.dtype, span)
+        if kind == "decode_one" and self.pending:
+            table = self._table = self.planner.run_deferred(table, self._prompt)
+        elif kind == "prompt" and self.probe is None:
+            table = self._table = self._prompt.begin(table, k.dtype)
+        scores, basis = None, table.basis
+        if self.policy.scores_entries and self.probe is None and (kind != "decode_one" or self.scores_answers):
+            rotary, contexts = self.attention.rotary, self.sequence_state.contexts
+            scores = new_entry_scores(self.policy, self.index, rotary, q, k, v, span, contexts)
         if basis is not None:
             q, k, v = basis.stored(q, k, v)
         if self.shared is not None:
-            table = self._publish_to_readers(self.shared, table, k, v, span)
-        if self._decodes(span):
-            newest = None if scores is None else scores[..., 0]
-            out = self._newest(table, q[:, :, 0], k[:, :, 0], v[:, :, 0], span, newest)[:, :, None]
-        elif self._decodes_rows(table, q.dtype, span):
-            out = self._decode_step.rows(table, q, k, v, span)
-        elif self.policy.prefill == "greedy":
-            out = self._passes.token_by_token(table, q, k, v, span, self.columns)
-        else:
-            out = self._prefill(table, q, k, v, span, scores)
+            if kind == "decode_one":
+                quantize.quantize_due(table, span.after > span.before)
+            self.shared.collect(table, k, v, span)
+        return OpenPass(kind, table, q, k, v, scores)
+
+    def _close_pass(self, table: PageTable, span: ForwardSpan, out: Tensor) -> Tensor:
+        """Count the columns of a pass, and return its attention as the model expects it."""
         self.columns += span.length
+        basis = table.basis
         return out if basis is None else basis.values(out)
+
+    def _open_table(self, k: Tensor, v: Tensor, shape: AttentionShape) -> PageTable:
+        """Return the table of the layer, which the first pass allocates."""
+        table = self._table if self._table is not None and self._opened else self.allocate(k, v, shape)
+        self.attention.shape = shape
+        return table
+
+    def _kind(self, table: PageTable, dtype: torch.dtype, span: ForwardSpan) -> PassKind:
+        """Return how the tokens of a pass are read."""
+        if self._decodes(span):
+            return "decode_one"
+        if self._decodes_few(table, dtype, span):
+            return "decode_few"
+        return "greedy_prompt" if self.policy.prefill == "greedy" else "prompt"
 
     def attend_partial(self, q: Tensor, k: Tensor, v: Tensor, part: PartialSpan, shape: AttentionShape) -> Tensor:
         """Add the tokens of a span of which only some are computed; return the attention of these.
@@ -182,15 +242,11 @@ class LayerCache(LayerStorage):
         """
         span = self.tracker.span(self.columns, part.length, 1, None, q.device)
         k, v = part.complete(self.index, k, v)
-        table = self._table if self._table is not None and self._opened else self.allocate(k[None], v[None], shape)
-        self.attention.shape = shape
-        basis = table.basis
-        if basis is not None:
-            q, k, v = basis.stored(q, k, v)
+        table = self._open_table(k[None], v[None], shape)
+        if table.basis is not None:
+            q, k, v = table.basis.stored(q, k, v)
         table = self._table = self._prompt.begin(table, k.dtype)
-        out = self._passes.read_partial(table, q, k, v, span, part)
-        self.columns += span.length
-        return out if basis is None else basis.values(out)
+        return self._close_pass(table, span, self._prompt_pass.read_partial(table, q, k, v, span, part))
 
     def attend_newest(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
         """Attend as `attend` for one new token of every sequence, none a pad.
@@ -204,13 +260,11 @@ class LayerCache(LayerStorage):
         Returns:
             (S, Hq, value_dim).
         """
-        span = self.tracker.span(self.columns, 1, q.shape[0], None, q.device)
-        plain = self._table is not None and self._opened and self._table.basis is None
-        if self._table is None or not plain or self.shared is not None or not self._decodes(span):
+        table, span = self._table, self.tracker.span(self.columns, 1, q.shape[0], None, q.device)
+        if table is None or table.basis is not None or not self._is_prepared or not self._decodes(span):
             return self.attend(q[:, :, None], k[:, :, None], v[:, :, None], None, shape)[:, :, 0]
         self.attention.shape = shape
-        scores = self._entry_scores(q[:, :, None], k[:, :, None], v[:, :, None], span)
-        out = self._newest(self._table, q, k, v, span, None if scores is None else scores[..., 0])
+        out = self._decode_step.step(table, q, k, v, span.token(0), self.columns, span.q_pos)
         self.columns += 1
         return out
 
@@ -223,11 +277,9 @@ class LayerCache(LayerStorage):
             changes_basis: Whether the caller hands the numbers over in `basis` and takes the output back from it.
         """
         table = self._table
-        if table is None or not self._opened or self.pending or self.shared is not None or table.is_offloaded:
+        if table is None or table.is_offloaded or not self._is_prepared:
             return False
         if table.basis is not None and not changes_basis:
-            return False
-        if self.policy.scores_entries and self.scores_answers:
             return False
         return self._decodes(self._newest_span(table, n_seq)) and self._decode_step.plain(table, shape)
 
@@ -303,53 +355,22 @@ class LayerCache(LayerStorage):
 
     # ------------------------------------------------------------------ decoding
 
+    @property
+    def _is_prepared(self) -> bool:
+        """Whether a decoding step needs no more than its pages: no plan waits, nothing is scored or published."""
+        if not self._opened or self.pending or self.shared is not None:
+            return False
+        return not (self.policy.scores_entries and self.scores_answers)
+
     def _decodes(self, span: ForwardSpan) -> bool:
         """Whether a pass adds one token, or a pad, to every sequence after a prompt that was read."""
         return span.length == 1 and span.begun and self.probe is None and not self.reading
 
-    def _decodes_rows(self, table: PageTable, dtype: torch.dtype, span: ForwardSpan) -> bool:
+    def _decodes_few(self, table: PageTable, dtype: torch.dtype, span: ForwardSpan) -> bool:
         """Whether a pass adds a few tokens after the prompt of every sequence, decoded together."""
         if not span.begun or self.probe is not None or self.reading or self.pending:
             return False
-        return self._decode_step.takes_rows(table, span.length, dtype)
-
-    def _newest(
-        self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, scores: Tensor | None
-    ) -> Tensor:
-        """Decode q (S, Hq, D), k, v (S, Hkv, D), scores (S, Hkv) -> (S, Hq, value_dim)."""
-        if self.pending:
-            table = self._table = self.planner.run_deferred(table, self._prompt)
-        return self._decode_step.step(table, q, k, v, span.token(0), self.columns, span.q_pos, scores)
-
-    def _entry_scores(self, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan) -> Tensor | None:
-        """Return the scores that new tokens are written with, (S, Hkv, Q) float32.
-
-        None if the policy has no such scores. q: (S, Hq, Q, D), k, v: (S, Hkv, Q, D), after RoPE, which is undone.
-        """
-        if not self.policy.scores_entries or self.probe is not None:
-            return None
-        if self._decodes(span) and not self.scores_answers:
-            return None
-        gates, rotary = self.policy.gates, self.attention.rotary
-        if gates is not None:
-            return gate_scores(gates, self.index, rotary, q, k, v, span, self.sequence_state.contexts)
-        heads = self.policy.entry_scores
-        assert heads is not None, "the heads of a model are found before its caches are made"
-        return entry_scores(heads, self.index, rotary, q, k, v, span)
-
-    def _publish_to_readers(
-        self, shared: SharedEntries, table: PageTable, k: Tensor, v: Tensor, span: ForwardSpan
-    ) -> PageTable:
-        """Let other layers see the entries of this pass, after a plan that waits for it.
-
-        Returns the table from then on.
-        """
-        if self._decodes(span):
-            if self.pending:
-                table = self._table = self.planner.run_deferred(table, self._prompt)
-            quantize.quantize_due(table, span.after > span.before)
-        shared.collect(table, k, v, span)
-        return table
+        return self._decode_step.takes_few(table, span.length, dtype)
 
     def _newest_span(self, table: PageTable, n_seq: int) -> ForwardSpan:
         """Return the span of one more token of every sequence."""
@@ -360,16 +381,6 @@ class LayerCache(LayerStorage):
     def _waits(self) -> bool:
         """Whether the plan of a prompt comes later than the pass that brings it."""
         return self.reading or not self._between_chunks
-
-    def _prefill(
-        self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, scores: Tensor | None
-    ) -> Tensor:
-        give_back_after(q.nbytes if q.is_cpu else 0)
-        if self.probe is None:
-            table = self._table = self._prompt.begin(table, k.dtype)
-        return self._passes.read(
-            table, q, k, v, span, self.columns, waits=self._waits(), probe=self.probe, scores=scores
-        )
 
     # ------------------------------------------------------------------ pages
 

@@ -16,7 +16,7 @@ from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.cache.state.head_rules import PromptQueries
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.prompt_sums import LayerSums
-from millpond.cache.state.rerotation import CacheRelativePositions, stored, turn
+from millpond.cache.state.rerotation import CacheRelativePositions, rewrite_keys, stored
 from millpond.cache.state.sequence_state import LayerSnapshot, SequenceState
 from millpond.cache.types import RotaryEmbedding, by_position
 from millpond.errors import CacheMismatchError, DataError
@@ -73,9 +73,9 @@ def renumber(
     n_quantized = new.shape[1] - dense.positions.shape[1]
     plain = new[:, n_quantized:]
     at = dense.positions.long()
-    old = at.clamp(min=0) if rolling is None else rolling.places(sequence, at)
+    old = at.clamp(min=0) if rolling is None else rolling.frame_positions(sequence, at)
     numbered = dense._replace(positions=plain.int())
-    turn(rotary, table, sequence, numbered, old, plain.clamp(min=0))
+    rewrite_keys(rotary, table, sequence, numbered, old, plain.clamp(min=0))
     if table.quantized is not None:
         assert isinstance(table.quantized, QuantizedStore), "formats by age are refused where gaps close"
         table.quantized.renumber(table.rows(sequence), new[:, :n_quantized])
@@ -172,7 +172,7 @@ class LayerStorage:
         if self.policy.observes_all:
             n, arrays = int(table.lengths().max()), table.pool.arrays
             columns = gather(arrays, table.pages[:, : -(-n // arrays.slots)], arrays.scores)[:, :n].clone()
-        asked = None if state.head_rules is None else state.head_rules.asked(0)
+        asked = None if state.head_rules is None else state.head_rules.queries(0)
         if asked is not None:
             asked = PromptQueries(asked.q[:, begin:].clone(), asked.lse[:, begin:].clone(), asked.q_pos[begin:].clone())
         return LayerSums(columns, state.queries.moments(0), asked)

@@ -22,6 +22,7 @@ from millpond.cache.types import PromptChunk
 from millpond.kernels.args import AttentionShape
 from millpond.kernels.scattered_rows import attend_scattered
 from millpond.policy.policy import REDUCE, Policy
+from millpond.tiers.free_memory import give_back_after
 
 
 class PartialSpan(Protocol):
@@ -101,7 +102,7 @@ class PromptPass:
     sequence_state: SequenceState
     decode_step: DecodeStep
 
-    def token_by_token(
+    def read_greedily(
         self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, columns: int
     ) -> Tensor:
         """Decode the tokens of a pass one after another; arguments and result as for `read`."""
@@ -145,6 +146,7 @@ class PromptPass:
         Returns:
             (S, Hq, Q, value_dim).
         """
+        give_back_after(q.nbytes if q.is_cpu else 0)
         out = q.new_zeros(*q.shape[:3], self.attention.value_dim(v))
         # what has a single new token decodes, as it would outside this batch; in a prompt in chunks nothing tells
         decoding = np.zeros(table.n_seq, dtype=bool) if waits else span.decoding
@@ -201,15 +203,14 @@ class PromptPass:
         self, table: PageTable, sequence: int, tokens: NewTokens, waits: bool, probe: ReconstructionProbe | None
     ) -> Tensor:
         """Read many tokens of one sequence -> (Hq, Q, value_dim)."""
-        if probe is not None or self.policy.prefill != "chunks":
-            return self._read_piece(table, sequence, tokens, waits, probe)
-        n, seen = len(tokens.positions), int(tokens.positions[-1]) + 1
-        ends = [*range(self.policy.chunk - (seen - n) % self.policy.chunk, n, self.policy.chunk), n]
+        chunked = probe is None and self.policy.prefill == "chunks"
+        n, seen, chunk = len(tokens.positions), int(tokens.positions[-1]) + 1, self.policy.chunk
+        ends = range(chunk - (seen - n) % chunk, n, chunk) if chunked else ()
         outs = []
-        for begin, end in pairwise([0, *ends]):
-            full = (seen - n + end) % self.policy.chunk == 0
-            until = seen if full and (waits or end < n) else 0
-            outs.append(self._read_piece(table, sequence, tokens.part(begin, end), waits, None, until))
+        for begin, end in pairwise([0, *ends, n]):
+            ends_chunk = chunked and (seen - n + end) % chunk == 0
+            until = seen if ends_chunk and (waits or end < n) else 0
+            outs.append(self._read_piece(table, sequence, tokens.part(begin, end), waits, probe, until))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
     def _read_piece(

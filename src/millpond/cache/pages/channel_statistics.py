@@ -1,4 +1,4 @@
-"""Statistics of key channels: those stored of every region, and what a format needs before its first entry."""
+"""Statistics of key channels: what a codec needs before a region's first entry, and the choice that it made."""
 
 from __future__ import annotations
 
@@ -15,58 +15,68 @@ from millpond.codec.channels import channel_scores, kept_channels, query_balance
 from millpond.codec.spec import Codec
 
 #: Newest queries that decide which key channels stay (ThinK, arXiv:2407.21018).
-ASKED = 32
+PRUNING_QUERIES = 32
 
 
 class PromptStatistics(NamedTuple):
-    """Sums and maxima over the queries and keys of one sequence; any split of a prompt into passes gives the same."""
+    """Sums and maxima over the queries and keys of one sequence.
 
-    most_q: Tensor  #: (Hq, D) float32, the largest |q| of each channel
-    most_k: Tensor  #: (Hkv, D) float32, the largest |k|
-    last_q: Tensor  #: (Hq, <= ASKED, D), the newest queries
+    Any split of a prompt into passes gives the same.
+    """
+
+    max_q: Tensor  #: (Hq, D) float32, the largest |q| of each channel
+    max_k: Tensor  #: (Hkv, D) float32, the largest |k|
+    last_q: Tensor  #: (Hq, <= PRUNING_QUERIES, D), the newest queries
     squares: Tensor  #: (Hkv, D) float32, the sum of k^2
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor) -> PromptStatistics:
-        """Of new tokens: q (Hq, Q, D), k (Hkv, Q, D)."""
+        """Return the statistics of new tokens, q (Hq, Q, D) and k (Hkv, Q, D)."""
         return cls(
-            q.float().abs().amax(1), k.float().abs().amax(1), q[:, -ASKED:].clone(), k.double().square().sum(1).float()
+            q.float().abs().amax(1),
+            k.float().abs().amax(1),
+            q[:, -PRUNING_QUERIES:].clone(),
+            k.double().square().sum(1).float(),
         )
 
     def merge(self, later: PromptStatistics) -> PromptStatistics:
-        """Of two runs of tokens, the second after the first."""
+        """Return the statistics of two runs of tokens, these and `later` ones."""
         return PromptStatistics(
-            torch.maximum(self.most_q, later.most_q),
-            torch.maximum(self.most_k, later.most_k),
-            torch.cat([self.last_q, later.last_q], 1)[:, -ASKED:],
+            torch.maximum(self.max_q, later.max_q),
+            torch.maximum(self.max_k, later.max_k),
+            torch.cat([self.last_q, later.last_q], 1)[:, -PRUNING_QUERIES:],
             self.squares + later.squares,
         )
 
     def channels(self, codec: Codec) -> Tensor | None:
-        """(Hkv, kept) int32, the key channels that stay; None: all."""
+        """Return the key channels that are kept, (Hkv, kept) int32; None for all."""
         if not codec.prune:
             return None
         return kept_channels(channel_scores(self.last_q, self.squares.sqrt()[:, None]), codec.prune)
 
     def balance(self, codec: Codec) -> Tensor | None:
-        """(Hkv, D) float32, see `query_balance`; None: 1."""
-        return query_balance(self.most_q[:, None], self.most_k[:, None]) if codec.balanced else None
+        """Return the factors of `query_balance`, (Hkv, D) float32; None for 1."""
+        return query_balance(self.max_q[:, None], self.max_k[:, None]) if codec.balanced else None
 
 
 def kept_dim(codec: Codec, dim: int) -> int:
-    """How many of `dim` key channels the format keeps."""
+    """Return how many of `dim` key channels the format keeps."""
     return kept_channels(torch.zeros(1, dim), codec.prune).shape[1] if codec.prune else dim
 
 
 class KeyChannels:
-    """The channel choice of `n_seq * n_kv_heads` regions, for a codec that prunes or balances channels.
+    """Key channels of `n_seq * n_kv_heads` regions, for a codec that prunes or balances them.
 
     Args:
-        kept: channels that a stored key has.
+        codec: Number format.
+        n_seq: Number of sequences.
+        n_kv_heads: KV heads of the layer.
+        kept: Channels of a stored key.
+        device: Device of the tensors.
 
     Attributes:
-        channels: (R, kept) int32 the channels that stay; None: all.
-        balance: (R, kept) float32 what keys are divided by, see `query_balance`; None: 1.
+        channels: Channels that are kept, (R, kept) int32; None for all.
+        balance: Divisors of keys, (R, kept) float32, see `query_balance`; None for 1.
     """
 
     def __init__(self, codec: Codec, n_seq: int, n_kv_heads: int, kept: int, device: torch.device) -> None:
@@ -83,20 +93,20 @@ class KeyChannels:
         return sum(t.numel() * 4 for t in (self.channels, self.balance) if t is not None)
 
     def collect(self, sequence: int, q: Tensor, k: Tensor) -> None:
-        """Learn from tokens of a prompt, q (Hq, Q, D) and k (Hkv, Q, D), until `choose`."""
+        """Add prompt tokens, q (Hq, Q, D) and k (Hkv, Q, D), to the statistics until `choose`."""
         if self._is_settled(sequence):
             return
-        new, before = PromptStatistics.of(q, k), self._statistics.get(sequence)
-        self._statistics[sequence] = new if before is None else before.merge(new)
+        new, previous = PromptStatistics.of(q, k), self._statistics.get(sequence)
+        self._statistics[sequence] = new if previous is None else previous.merge(new)
 
     def choose(self, sequence: int) -> None:
-        """Fix the channels and the balance of a sequence by what its prompt has shown."""
+        """Fix the channels and the balance of a sequence by the statistics of its prompt."""
         if self._is_settled(sequence):
             return
         self._chosen[sequence] = True
-        shown = self._statistics.pop(sequence)
+        statistics = self._statistics.pop(sequence)
         rows = slice(sequence * self._n_kv_heads, (sequence + 1) * self._n_kv_heads)
-        channels, balance = shown.channels(self._codec), shown.balance(self._codec)
+        channels, balance = statistics.channels(self._codec), statistics.balance(self._codec)
         if self.channels is not None and channels is not None:
             self.channels[rows] = channels
             balance = None if balance is None else balance.gather(1, channels.long())
@@ -104,12 +114,12 @@ class KeyChannels:
             self.balance[rows] = balance
 
     def adopt(self, channels: Tensor | None, balance: Tensor | None) -> None:
-        """Become the choice of one sequence that was made elsewhere."""
+        """Take the channels and balance of one sequence that were chosen in another store."""
         self.channels, self.balance = channels, balance
         self._chosen[0] = True
 
     def select(self, sequences: list[int], regions: npt.NDArray[np.int64]) -> None:
-        """Become the choice of the given sequences, whose `regions` are given too, in this order."""
+        """Keep the given sequences, whose `regions` are given too, in this order."""
         rows = torch.from_numpy(regions)
         self.channels, self.balance = (
             None if t is None else t[rows.to(t.device)] for t in (self.channels, self.balance)
@@ -118,14 +128,14 @@ class KeyChannels:
         self._n_seq = len(sequences)
 
     def copy(self) -> KeyChannels:
-        """The same choice in tensors of its own."""
+        """Return a copy in tensors of its own."""
         other = copy.copy(self)
         other.channels, other.balance = (None if t is None else t.clone() for t in (self.channels, self.balance))
         other._statistics, other._chosen = self._statistics.copy(), self._chosen.copy()
         return other
 
     def join(self, other: KeyChannels) -> None:
-        """Take over the choice of the sequences of another batch, after these."""
+        """Take the channels and balance of the sequences of another batch, after these."""
         if self.channels is not None and other.channels is not None:
             self.channels = torch.cat([self.channels, other.channels])
         if self.balance is not None and other.balance is not None:

@@ -1,4 +1,4 @@
-"""One memory limit for several page pools, and for the sums that are kept with pages."""
+"""Memory limit of several page pools and of the sums that are stored with pages."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ GRAIN = 64
 
 
 class MemoryLimit:
-    """Bytes that several pools share. What one of them has free goes to another that needs it.
+    """Bytes that several pools share: free memory of one goes to another that needs it.
 
     Args:
-        limit_bytes: most bytes of all buffers, free pages included; None for no limit.
-        pinned: pages in use stay where they are, since a disk is read into them while others run.
+        limit_bytes: Most bytes of all buffers, free pages included; None for no limit.
+        pinned: Whether pages in use keep their address, because a disk is read into them while others run.
 
     Attributes:
-        pools: those that were made with this account.
+        pools: Pools under this limit.
     """
 
     def __init__(self, limit_bytes: int | None, *, pinned: bool = False) -> None:
@@ -29,16 +29,16 @@ class MemoryLimit:
 
     @property
     def arena_bytes(self) -> int:
-        """The grain in which its pools take memory of the host."""
+        """Bytes in which its pools allocate memory of the host."""
         return self._grain(ARENA_BYTES)
 
     @property
     def device_arena_bytes(self) -> int:
-        """The grain in which its pools take memory of an accelerator."""
+        """Bytes in which its pools allocate memory of an accelerator."""
         return self._grain(DEVICE_ARENA_BYTES)
 
-    def _grain(self, most: int) -> int:
-        return most if self.limit_bytes is None else min(most, self.limit_bytes // GRAIN)
+    def _grain(self, max_bytes: int) -> int:
+        return max_bytes if self.limit_bytes is None else min(max_bytes, self.limit_bytes // GRAIN)
 
     @property
     def nbytes(self) -> int:
@@ -51,7 +51,7 @@ class MemoryLimit:
         return sum(pool.n_live * pool.page_bytes for pool in self.pools)
 
     def can_take(self, pages: Mapping[Pool, int]) -> bool:
-        """Whether all these pages, of pools of this account, can be allocated; no live page moves for it."""
+        """Whether all these pages, of pools under this limit, can be allocated without moving any."""
         if self.limit_bytes is None or self._fits(pages):
             return True
         for pool in self.pools:
@@ -66,9 +66,10 @@ class MemoryLimit:
         return True
 
     def make_room(self, pages: Mapping[Pool, int]) -> bool:
-        """`can_take`, for which live pages of other pools move together where there are free ones between them.
+        """Whether all these pages can be allocated; live pages of other pools may move for it.
 
-        Between two passes only: ids of pages that no holder of a pool names become wrong.
+        They move together if free pages are between them. Call it only between two passes: ids of pages that no holder
+        of a pool names become wrong.
         """
         if self.limit_bytes is None or self.can_take(pages):
             return True
@@ -93,44 +94,44 @@ class MemoryLimit:
 
 
 class SumMemory:
-    """Counts bytes of tensors that lie outside pages; a piece of it is one byte.
+    """Count of the bytes of tensors outside pages; its piece is one byte.
 
     Args:
-        account: the limit that they share with the page pools; None: none is known.
+        memory_limit: Limit that they share with the page pools; None if there is none.
     """
 
     page_bytes = 1
 
-    def __init__(self, account: MemoryLimit | None = None) -> None:
+    def __init__(self, memory_limit: MemoryLimit | None = None) -> None:
         self._held = 0
-        if account is not None:
-            account.pools.append(self)
+        if memory_limit is not None:
+            memory_limit.pools.append(self)
 
     def take(self, n: int) -> None:
-        """`n` more bytes are held. Ask the account for room first."""
+        """Count `n` more bytes. The caller asks the limit for room first."""
         self._held += n
 
     def release(self, n: int) -> None:
-        """`n` bytes are free."""
+        """Count `n` bytes less."""
         self._held -= n
         assert self._held >= 0, "released more than was taken"
 
     @property
     def n_live(self) -> int:
-        """Bytes held."""
+        """Bytes that are counted."""
         return self._held
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: none is kept free."""
+        """Bytes that are counted: none is kept free."""
         return self._held
 
     def bytes_to_grow(self, n: int, *, exact: bool = False) -> int:
-        """Bytes that `n` more pieces take."""
+        """Return the bytes that `n` more pieces take."""
         return n
 
     def trim(self, keep: int = 0) -> int:
-        """Nothing is kept free."""
+        """Free nothing: no byte is kept free."""
         return 0
 
     def check_integrity(self, held: int) -> None:

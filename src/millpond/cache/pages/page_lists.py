@@ -1,4 +1,4 @@
-"""The pages that the regions of a table hold, whether others hold them too, and the pages that a write takes."""
+"""Lists of the pages of a table's regions: shared pages, and the pages that a write takes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ Rows = slice | npt.NDArray[np.int64]
 
 
 class PageLists:
-    """The pages of `n` regions, a row of ids for each, in the order of its slots.
+    """Pages of `n` regions, a row of ids for each, in the order of its slots.
+
+    Args:
+        pool: Pool of the pages.
+        n: Number of regions.
 
     Attributes:
-        pool: whose pages they are.
-        ids: (R, n) int32, written in place; another array only where it became wider or has other rows. What lies
-            after the pages that a region owns says nothing.
-        owned: (R,) pages of each region.
-        may_share: some page may have another holder.
+        pool: Pool of the pages.
+        ids: Page ids, (R, n) int32, written in place; another array only if it became wider or has other rows. Columns
+            after the pages that a region owns have no meaning.
+        owned: Pages of each region, (R,).
+        may_share: Whether some page may have another holder.
     """
 
     def __init__(self, pool: RefCountedPool[Any], n: int) -> None:
@@ -34,7 +38,7 @@ class PageLists:
 
     @classmethod
     def of_held(cls, pool: RefCountedPool[Any], ids: PageIds) -> PageLists:
-        """Rows of pages (R, n) that others hold too."""
+        """Return lists of pages (R, n) that others hold too."""
         rows = cls(pool, len(ids))
         pool.retain(ids.ravel())
         rows.ids, rows.may_share = ids.copy(), True
@@ -43,24 +47,24 @@ class PageLists:
 
     @property
     def columns(self) -> npt.NDArray[np.int64]:
-        """(n,) the numbers of the columns of `ids`."""
+        """The numbers of the columns of `ids`, (n,)."""
         return np.arange(self.ids.shape[1])
 
     def owned_mask(self, rows: Rows = slice(None)) -> Mask:
-        """Which of the `ids` of some regions are pages that they own."""
+        """Return which of the `ids` of some regions are pages that they own."""
         return self.columns < self.owned[rows][:, None]
 
     def held(self, rows: Rows = slice(None)) -> PageIds:
-        """Page ids of some regions, one region after the other; a shared page once per holder."""
+        """Return the page ids of some regions, by region; a shared page once per holder."""
         return self.ids[rows][self.owned_mask(rows)]
 
-    def follow(self, places: PageIds) -> None:
-        """Each page i that is held is page places[i] of the pool from now on."""
+    def follow(self, new_ids: PageIds) -> None:
+        """Replace each page i that is held by page new_ids[i] of the pool."""
         owned = self.owned_mask()
-        self.ids[owned] = places[self.ids[owned]]
+        self.ids[owned] = new_ids[self.ids[owned]]
 
     def n_shared(self, written: Mask | None = None) -> int:
-        """Pages, of those that will be `written` (R, n), that others hold too; None: of all."""
+        """Return how many of the pages to be `written` (R, n), or of all, others hold too."""
         if not self.may_share:
             return 0
         owned = self.owned_mask() if written is None else self.owned_mask() & written
@@ -69,7 +73,7 @@ class PageLists:
     # ------------------------------------------------------------------ room
 
     def grow(self, rows: npt.NDArray[np.int64], more: Counts) -> None:
-        """Fresh pages for some regions, more (n,) each, after those that they own.
+        """Allocate more (n,) pages for each of some regions, after those that they own.
 
         Raises:
             PoolFullError: the pool is full; nothing was changed.
@@ -83,36 +87,36 @@ class PageLists:
 
     def cut(self, rows: Rows, keep: npt.NDArray[np.integer[Any]] | int) -> None:
         """Free the pages of some regions beyond the first keep (n,)."""
-        kept = np.minimum(self.owned[rows], keep)
-        self.pool.release(self.ids[rows][self.owned_mask(rows) & (self.columns >= kept[:, None])])
-        self.owned[rows] = kept
+        n_kept = np.minimum(self.owned[rows], keep)
+        self.pool.release(self.ids[rows][self.owned_mask(rows) & (self.columns >= n_kept[:, None])])
+        self.owned[rows] = n_kept
 
     def drop(self, rows: Rows, chosen: Mask) -> None:
-        """Free the `chosen` (n, <= columns) pages of some regions; later ones take their places."""
-        owned, gone = self.owned_mask(rows), np.zeros((len(chosen), self.ids.shape[1]), dtype=bool)
-        gone[:, : chosen.shape[1]] = chosen
-        gone &= owned
-        self.pool.release(self.ids[rows][gone])
-        keep = owned & ~gone
+        """Free the `chosen` (n, <= columns) pages of some regions; later pages move up."""
+        owned, dropped = self.owned_mask(rows), np.zeros((len(chosen), self.ids.shape[1]), dtype=bool)
+        dropped[:, : chosen.shape[1]] = chosen
+        dropped &= owned
+        self.pool.release(self.ids[rows][dropped])
+        keep = owned & ~dropped
         self.ids[rows] = np.take_along_axis(self.ids[rows], np.argsort(~keep, axis=1, kind="stable"), 1)
         self.owned[rows] = keep.sum(1)
 
     def clear(self) -> None:
-        """Give every page back."""
+        """Release every page."""
         self.cut(slice(None), 0)
 
     # ------------------------------------------------------------------ sharing
 
     def select(self, rows: npt.NDArray[np.int64]) -> None:
-        """Become the given rows, in this order; one may be named many times: its pages are shared."""
-        before = self.held()
+        """Keep the given rows, in this order; the pages of one named many times are shared."""
+        previous_pages = self.held()
         self.ids, self.owned = self.ids[rows].copy(), self.owned[rows].copy()
         self.pool.retain(self.held())
-        self.pool.release(before)
+        self.pool.release(previous_pages)
         self.may_share = True
 
     def fork(self) -> PageLists:
-        """The same pages once more, held by both."""
+        """Return lists of the same pages, held by both."""
         other = PageLists(self.pool, len(self.owned))
         other.ids, other.owned = self.ids.copy(), self.owned.copy()
         self.pool.retain(self.held())
@@ -120,7 +124,7 @@ class PageLists:
         return other
 
     def join(self, other: PageLists) -> None:
-        """Take over the rows of another one of this pool, after these; it holds nothing afterwards."""
+        """Take the rows of other lists of this pool, after these, and empty them."""
         assert other.pool is self.pool, "pages stay in their pool"
         width = max(self.ids.shape[1], other.ids.shape[1])
         self.ids = np.concatenate([np.pad(t, ((0, 0), (0, width - t.shape[1]))) for t in (self.ids, other.ids)])
@@ -129,7 +133,7 @@ class PageLists:
         other.owned[:] = 0
 
     def copy_on_write(self, written: Mask | None = None) -> bool:
-        """Before a write: copy the pages that will be `written` (R, n) and that others hold too; None: of all.
+        """Copy the pages to be `written` (R, n), or all for None, that others hold too.
 
         Returns:
             Whether ids have changed.
@@ -146,13 +150,13 @@ class PageLists:
         return True
 
     def release_all(self) -> Counts:
-        """Give every page back, until pages with the same content come; returns pages per region."""
+        """Release every page, for `restore`; return the pages per region."""
         owned = self.owned.copy()
         self.clear()
         return owned
 
     def restore(self, ids: PageIds, owned: Counts) -> None:
-        """Hold pages again: `ids` in the order of `held`, `owned` of each region, from `release_all`."""
+        """Hold pages after `release_all`: `ids` in the order of `held`, `owned` of each region."""
         self.owned, self.may_share = owned.copy(), len(np.unique(ids)) < len(ids)
         self.ids[self.owned_mask()] = ids
 
@@ -169,29 +173,49 @@ Ints = npt.NDArray[np.int32]
 
 
 def lacking(pages: PageLists, rows: slice, lens: Ints) -> npt.NDArray[np.int64]:
-    """(n,) pages that some regions lack for lens (n,) entries."""
+    """Return the pages that some regions lack for lens (n,) entries, (n,)."""
     more: npt.NDArray[np.int64] = np.maximum(-(-lens // pages.pool.slots) - pages.owned[rows], 0)
     return more
 
 
 def written(pages: PageLists, lens: Ints, whole: bool) -> Mask | None:
-    """(R, n) which pages a step writes to: None for all (`whole`), or the one behind lens (R,) entries."""
+    """Return which pages a step writes to, (R, n).
+
+    None for all (`whole`); else the page after lens (R,) entries.
+    """
     return None if whole else pages.columns == (lens // pages.pool.slots)[:, None]
 
 
 def pages_for_step(pages: PageLists, lens: Ints, growing: Mask | None, whole: bool) -> int:
-    """Most pages that one more entry takes of each of the regions `growing` (R,), None: of all; copies included."""
+    """Return the most pages that one more entry per region takes, copies included.
+
+    Args:
+        pages: Pages of the regions.
+        lens: Entries of each region, (R,).
+        growing: Regions that grow, (R,); None for all.
+        whole: Whether all entries are rewritten.
+    """
     full = pages.owned * pages.pool.slots == lens
     fresh = int((full if growing is None else full & growing).sum())
     return fresh + pages.n_shared(written(pages, lens, whole))
 
 
 def pages_for(pages: PageLists, lens: Ints, n_tokens: int, whole: bool) -> int:
-    """Pages that `n_tokens` more entries of every region take, copies included; whole: all entries are rewritten."""
+    """Return the pages that `n_tokens` more entries of every region take, copies included.
+
+    Args:
+        pages: Pages of the regions.
+        lens: Entries of each region, (R,).
+        n_tokens: New entries per region.
+        whole: Whether all entries are rewritten.
+    """
     return int(lacking(pages, slice(None), lens + n_tokens).sum()) + pages.n_shared(written(pages, lens, whole))
 
 
-def pages_to_renew(pages: PageLists, most: int) -> int:
-    """Pages that it takes to rewrite all entries, at most `most` pages of them: those held alone go before."""
+def pages_to_renew(pages: PageLists, max_pages: int) -> int:
+    """Return the pages that it takes to rewrite all entries, at most `max_pages` of them.
+
+    Pages that nobody else holds are freed first.
+    """
     shared = pages.n_shared()
-    return min(shared, max(0, most - (len(pages.held()) - shared)))
+    return min(shared, max(0, max_pages - (len(pages.held()) - shared)))

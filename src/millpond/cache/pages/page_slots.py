@@ -1,4 +1,4 @@
-"""Slots of a page, one for each entry: how many by default, and which numbers can be."""
+"""Slots of a page, one for each entry: the default number, and the check of a number."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ DEFAULT_SLOTS = 32
 
 
 def check_slots(slots: int) -> None:
-    """
+    """Check a number of slots per page.
+
     Raises:
         OptionError: `slots` is not a whole number, or not a power of two.
     """

@@ -27,17 +27,26 @@ from millpond.kernels.eager.pages import gather, occupied
 class PageTable:
     """Tables of `n_seq * n_kv_heads` regions over one pool.
 
-    The kernels read `pages`, `lens`, `capacities` and `recent` on the pool's device; the host keeps its own copy of
-    each (on the CPU the two are one memory), so that no step waits for a device.
+    The kernels read `pages`, `lens`, `capacities` and `recent` on the pool's device; the host has its own copy of each
+    (on the CPU the two are one memory), so that no step waits for a device.
+
+    Args:
+        pool: Pool of the plain pages.
+        n_seq: Number of sequences.
+        n_kv_heads: KV heads of the layer.
+        quantized: Entries of the regions that are stored as codes; None if none are.
 
     Attributes:
-        pages: (R, n) int32 page ids. lens: (R,) int32 entries held.
-        capacities: (R,) int32 most entries a region may hold.
-        regions: pages and lengths together, as the ops take them.
-        recent: (R,) int32 how many newest positions are protected.
-        head_rules: (R,) int64 the rule of each region, where a policy gives heads rules of their own; 0 elsewhere.
-        quantized: what regions hold as codes besides; None where nothing is. All else here speaks of the plain part.
-        kept, least: of the step that follows, see `StepRegions`.
+        pages: Page ids, (R, n) int32.
+        lens: Entries in plain pages, (R,) int32.
+        capacities: Most entries that a region may hold, (R,) int32.
+        regions: Pages and lengths together, as the ops take them.
+        recent: How many newest positions are protected, (R,) int32.
+        head_rules: Rule of each region, (R,) int64; 0 if the policy gives heads no rules of their own.
+        quantized: Entries of the regions that are stored as codes; None if none are. All other attributes describe the
+            plain part.
+        kept: Kept spans of the next step, see `StepRegions`.
+        least: Fair shares of the next step, see `StepRegions`.
     """
 
     def __init__(self, pool: PagePool, n_seq: int, n_kv_heads: int, quantized: QuantizedPart | None = None) -> None:
@@ -52,13 +61,13 @@ class PageTable:
         self._budgets = RegionBudgets.unbounded(n)
         self._slack = 0  # decoding steps until some region may need a page
         self._runs: SharedPrefixRuns | None = None
-        self._runs_known = True
+        self._runs_current = True
         self._publish()
         pool.holders.add(self)
 
     @classmethod
     def of_pages(cls, pool: PagePool, pages: PageIds) -> PageTable:
-        """A table of one sequence that holds full pages (n_kv_heads, n), which others hold too."""
+        """Return a table of one sequence with full pages (n_kv_heads, n) that others hold too."""
         table = cls(pool, 1, len(pages))
         table._rows = PageLists.of_held(pool, pages)
         table._lengths.host[:] = pages.shape[1] * pool.slots
@@ -73,51 +82,57 @@ class PageTable:
 
     @property
     def basis(self) -> Basis | None:
-        """In which both parts hold numbers; None: as the model makes them."""
+        """Basis of the numbers in both parts; None if they are as the model computes them."""
         return None if self.quantized is None else self.quantized.basis
 
     @property
     def packed_parts(self) -> tuple[QuantizedStore, ...]:
-        """Where its codes lie, the newest first: of each tier by age; () where it has none."""
+        """Stores of its codes, the newest first: one of each tier by age; () if it has none."""
         return () if self.quantized is None else self.quantized.parts
 
     @property
     def aged(self) -> AgedStore | None:
-        """Its codes, where they lie in several tiers by age, which no kernel reads together."""
+        """Its codes if they are in several tiers by age, which no kernel reads together; else None."""
         return self.quantized if isinstance(self.quantized, AgedStore) else None
 
     @property
     def unplanned(self) -> bool:
-        """Whether its plain pages hold a prompt until its plan, which puts what stays into others."""
+        """Whether its plain pages hold a prompt until its plan, which moves kept entries to others."""
         return self.pool.until_plan
 
     def lengths(self) -> npt.NDArray[np.int32]:
-        """(n_seq, n_kv_heads) entries held in plain pages, on the host."""
+        """Return the number of entries in plain pages, (n_seq, n_kv_heads), on the host."""
         return self._lengths.host.reshape(self.n_seq, self.n_kv_heads).copy()
 
     def entries(self) -> npt.NDArray[np.int32]:
-        """(n_seq, n_kv_heads) entries held in both parts, on the host."""
+        """Return the number of entries in both parts, (n_seq, n_kv_heads), on the host."""
         return self.lengths() if self.quantized is None else self.lengths() + self.quantized.live
 
     def budgeted(self) -> npt.NDArray[np.int32]:
-        """(n_seq, n_kv_heads) entries that count against the budget, on the host: a lower tier does not."""
+        """Return how many entries count against the budget, (n_seq, n_kv_heads), on the host.
+
+        Entries of a lower tier do not.
+        """
         tiered = self.quantized is not None and self.quantized.codec.tiered
         return self.lengths() if tiered else self.entries()
 
     def newest_protected(self) -> npt.NDArray[np.int32]:
-        """(n_seq, n_kv_heads) of the newest positions that are protected, on the host."""
+        """Return how many newest positions are protected, (n_seq, n_kv_heads), on the host."""
         return self._budgets.recent.reshape(self.n_seq, self.n_kv_heads).copy()
 
     def rows(self, sequence: int) -> slice:
-        """The regions of one sequence."""
+        """Return the regions of one sequence."""
         return slice(sequence * self.n_kv_heads, (sequence + 1) * self.n_kv_heads)
 
     def regions_of(self, rows: slice | Tensor) -> PageRegions:
-        """What some regions hold in plain pages: see `regions`."""
+        """Return the plain pages and lengths of some regions, see `regions`."""
         return PageRegions(self.pool.arrays, self.pages[rows], self.lens[rows])
 
     def plain_positions(self, rows: slice) -> Tensor:
-        """(n, width) int32: what lies in each slot of the plain pages of some regions, -1 for nothing."""
+        """Return the positions in the slots of plain pages of some regions, (n, width) int32.
+
+        A slot without an entry has position -1.
+        """
         width = int(self._lengths.host[rows].max(initial=0))
         arrays = self.pool.arrays
         if not width or not arrays.n_arenas:
@@ -126,70 +141,73 @@ class PageTable:
         return torch.where(valid, gather(arrays.positions, ids), -1)
 
     def step_regions(self, rule: DecodeRule, shape: AttentionShape, q_pos: Tensor) -> StepRegions:
-        """All regions at a decoding step of tokens at q_pos (S,)."""
+        """Return all regions at a decoding step of tokens at positions q_pos (S,)."""
         packed = None if self.quantized is None else self.quantized.regions()
         spans = (self.kept, self.least)
         return StepRegions(self.regions, self.capacities, self.recent, q_pos, rule, shape, packed, *spans)
 
     @property
     def page_lists(self) -> PageLists:
-        """The pages of the regions, of `pool` or, while their content is elsewhere, of the pool that knows where."""
+        """Pages of the regions: of `pool` or, while they are offloaded, of the pool of offloaded pages."""
         return self._rows
 
     @property
     def region_lengths(self) -> Ints:
-        """(R,) entries held in plain pages, on the host."""
+        """Entries in plain pages, (R,), on the host."""
         return self._lengths.host
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the content of its plain pages is elsewhere, so that nothing may read or write it."""
+        """Whether the content of its plain pages is offloaded, so that nothing may read or write it."""
         return self._rows.pool is not self.pool
 
     def exchange(self, lists: PageLists) -> None:
-        """Hold other pages with the same content, as many in each region; the caller gives the former ones back."""
+        """Hold other pages with the same content, as many in each region.
+
+        The caller releases the previous ones.
+        """
         self._rows = lists
         self._publish(lens=False)
 
     def held(self) -> PageIds:
-        """Page ids of all regions, a shared page once per holder."""
+        """Return the page ids of all regions, a shared page once per holder."""
         return self._rows.held()
 
     def held_in(self, pool: RefCountedPool[Any]) -> list[PageIds]:
         """See `PageHolder`."""
         return [self._rows.held()] if self._rows.pool is pool else []
 
-    def follow(self, pool: RefCountedPool[Any], places: PageIds) -> None:
+    def follow(self, pool: RefCountedPool[Any], new_ids: PageIds) -> None:
         """See `PageHolder`."""
         if self._rows.pool is pool:
-            self._rows.follow(places)
+            self._rows.follow(new_ids)
             self._publish(lens=False)
 
     def page_column(self, number: int) -> PageIds:
-        """(R,) the ids of one page of each region, the `number`-th."""
+        """Return the id of the `number`-th page of each region, (R,)."""
         return self._rows.ids[:, number].copy()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tables themselves."""
-        own = sum(t.numel() * t.element_size() for t in (self.pages, self.lens, self.capacities, self.recent))
-        return own if self.quantized is None else own + self.quantized.nbytes
+        plain_bytes = sum(t.numel() * t.element_size() for t in (self.pages, self.lens, self.capacities, self.recent))
+        return plain_bytes if self.quantized is None else plain_bytes + self.quantized.nbytes
 
     def kv_bytes(self) -> npt.NDArray[np.int64]:
-        """(n_seq,) bytes of keys and values in the pages that the entries of each sequence need."""
+        """Return the bytes of keys and values in the pages that each sequence needs, (n_seq,)."""
         pages: npt.NDArray[np.int64] = (-(-self.lengths() // self.pool.slots)).sum(1).astype(np.int64)
-        own = pages * self.pool.kv_bytes_per_page
-        return own if self.quantized is None else own + self.quantized.kv_bytes()
+        plain_bytes = pages * self.pool.kv_bytes_per_page
+        return plain_bytes if self.quantized is None else plain_bytes + self.quantized.kv_bytes()
 
     def used_bytes(self) -> npt.NDArray[np.int64]:
-        """(n_seq,) of `kv_bytes`, those in slots that hold an entry."""
-        own = _slot_bytes(self.pool, self.lengths())
-        return own + sum(_slot_bytes(part.pool, part.live) for part in self.packed_parts)
+        """Return the bytes of `kv_bytes` that are in slots with an entry, (n_seq,)."""
+        plain_bytes = _slot_bytes(self.pool, self.lengths())
+        return plain_bytes + sum(_slot_bytes(part.pool, part.live) for part in self.packed_parts)
 
     # ------------------------------------------------------------------ budgets
 
     def set_budget(self, sequence: int, capacities: Ints, recent: Ints | int) -> None:
-        """How many entries each head of a sequence may hold, and how many of its newest ones are protected."""
+        """Set how many entries each head of a sequence may hold, and how many newest it protects."""
         rows = self.rows(sequence)
         self._budgets.capacities[rows] = capacities
         self._budgets.recent[rows] = recent
@@ -197,22 +215,22 @@ class PageTable:
         self._publish(ids=False)
 
     def set_head_rules(self, sequence: int, kinds: npt.NDArray[np.int64] | int, recent: Ints | int) -> None:
-        """The rule of each head of a sequence, and how many newest entries some rules keep."""
+        """Set the rule of each head of a sequence, and how many newest entries some rules keep."""
         rows = self.rows(sequence)
         self._budgets.head_rules[rows] = kinds
         self._budgets.recent[rows] = recent
         self._publish(ids=False)
 
     def budgets(self) -> Ints:
-        """(n_seq, n_kv_heads) entries that each head may hold, on the host."""
+        """Return how many entries each head may hold, (n_seq, n_kv_heads), on the host."""
         return self._budgets.capacities.reshape(self.n_seq, self.n_kv_heads).copy()
 
     def rules(self) -> npt.NDArray[np.int64]:
-        """(n_seq, n_kv_heads) the rule of each head, on the host."""
+        """Return the rule of each head, (n_seq, n_kv_heads), on the host."""
         return self._budgets.head_rules.reshape(self.n_seq, self.n_kv_heads).copy()
 
     def set_budgets(self, capacities: Ints) -> None:
-        """How many entries each head may hold, (n_seq, n_kv_heads)."""
+        """Set how many entries each head may hold, (n_seq, n_kv_heads)."""
         self._budgets.capacities[:] = capacities.ravel()
         self._slack = 0
         self._publish(ids=False)
@@ -220,7 +238,7 @@ class PageTable:
     # ------------------------------------------------------------------ room
 
     def reserve(self, sequence: int, lens: Ints) -> None:
-        """Give each head of a sequence the pages for `lens` entries, a run of neighbours per head.
+        """Give each head of a sequence the pages for `lens` entries, neighbours where possible.
 
         Raises:
             PoolFullError: the pool is full; nothing was changed.
@@ -230,7 +248,7 @@ class PageTable:
         self._publish(lens=False)
 
     def make_room(self, grows_always: bool, n: int = 1) -> None:
-        """Before `n` decoding steps: pages for every region that may grow by an entry in each.
+        """Allocate pages for every region that may grow by an entry in each of the next `n` steps.
 
         Raises:
             PoolFullError: the pool is full; nothing was changed.
@@ -250,9 +268,13 @@ class PageTable:
         self._slack = int(spare[growing].min()) if growing.any() else 2**30
 
     def pages_for_step(self, grows_always: bool, whole: bool) -> int:
-        """Most pages that the next decoding step may take: for regions that grow, and for copies of shared pages.
+        """Return the most pages that the next decoding step may take.
 
-        whole: the step writes to every page of a region, not only to its last.
+        They are for regions that grow, and for copies of shared pages.
+
+        Args:
+            grows_always: Whether regions at their capacity grow too.
+            whole: Whether the step writes to every page of a region, not only to its last.
         """
         if self._slack > 0 and not self._rows.may_share:
             return 0
@@ -261,46 +283,51 @@ class PageTable:
         return page_lists.pages_for_step(self._rows, lens, growing, whole)
 
     def pages_for(self, n_tokens: int, whole: bool) -> int:
-        """Pages that `n_tokens` more entries of every head of every sequence take, copies of shared pages included.
+        """Return the pages that `n_tokens` more entries of every head take, copies included.
 
-        whole: all entries are rewritten, not only the new ones.
+        Args:
+            n_tokens: New entries per head of every sequence.
+            whole: Whether all entries are rewritten, not only the new ones.
         """
         return page_lists.pages_for(self._rows, self._lengths.host, n_tokens, whole)
 
-    def pages_to_renew(self, most: int) -> int:
-        """Pages that it takes to rewrite all entries, at most `most` pages of them: those held alone go before."""
-        return page_lists.pages_to_renew(self._rows, most)
+    def pages_to_renew(self, max_pages: int) -> int:
+        """Return the pages that it takes to rewrite all entries, at most `max_pages` of them.
+
+        Pages that nobody else holds are freed first.
+        """
+        return page_lists.pages_to_renew(self._rows, max_pages)
 
     def stepped(self, grows_always: bool, active: npt.NDArray[np.bool_], n: int = 1) -> None:
-        """After a decoding step, or on the CPU `n` of them: follow on the host what the kernel did to the lengths."""
+        """Update the host's lengths after a decoding step, or on the CPU after `n` of them."""
         self._slack -= n
         if self.quantized is not None:
             self.quantized.stepped(not grows_always)
             self._lengths.behind |= not grows_always and self.lens.device.type != "cpu"
         if self._lengths.behind:
-            return  # which regions grew depends on where their victims lay, which the host asks for when it must
+            return  # which regions grew depends on the slots of their victims, which the host reads when it must
         if self.lens.device.type != "cpu":
             grew = np.repeat(active, self.n_kv_heads) & (grows_always | (self._lengths.host < self._budgets.capacities))
             self._lengths.host[:] += grew.astype(np.int32)
 
-    def merged(self, due: npt.NDArray[np.bool_], before: Ints) -> None:
-        """After regions of the sequences that are `due` (S,) went back to their capacities from `before` (R,) entries.
+    def merged(self, due: npt.NDArray[np.bool_], previous_lens: Ints) -> None:
+        """Update the lengths after a merge brought the `due` (S,) sequences to their capacities.
 
-        Pages beyond them return to the pool.
+        Pages beyond them return to the pool; `previous_lens` (R,) are the entries before the merge.
         """
-        gone = np.where(np.repeat(due, self.n_kv_heads), np.maximum(before - self._budgets.capacities, 0), 0)
+        removed = np.where(np.repeat(due, self.n_kv_heads), np.maximum(previous_lens - self._budgets.capacities, 0), 0)
         if self.lens.device.type != "cpu":
-            self._lengths.host[:] -= gone
+            self._lengths.host[:] -= removed
         keep = -(-self._lengths.host // self.pool.slots)
-        spare = np.flatnonzero((self._rows.owned > keep) & (gone > 0))
+        spare = np.flatnonzero((self._rows.owned > keep) & (removed > 0))
         if len(spare):
             self._rows.cut(spare, keep[spare])
             self._slack = 0
         else:
-            self._slack += int(gone.min())
+            self._slack += int(removed.min())
 
     def set_lengths(self, sequence: int, lens: Ints) -> None:
-        """Entries now held by each head of a sequence; pages beyond them return to the pool."""
+        """Set the entries of each head of a sequence; pages beyond them return to the pool."""
         rows = self.rows(sequence)
         self._lengths.host[rows] = lens
         self._rows.cut(rows, -(-lens // self.pool.slots))
@@ -310,14 +337,17 @@ class PageTable:
         self._publish(ids=False)
 
     def drop_first(self, rows: npt.NDArray[np.int64], pages: npt.NDArray[np.int64]) -> None:
-        """Free the first pages (n,) of some regions, all of them full; the later ones take their places."""
+        """Free the first pages (n,) of some regions, all of them full; later pages move up."""
         self._rows.drop(rows, self._rows.columns < pages[:, None])
         self._lengths.host[rows] -= (pages * self.pool.slots).astype(np.int32)
         self._slack = 0
         self._publish()
 
     def shrink(self, sequences: npt.NDArray[np.int64], lens: Ints) -> None:
-        """Entries now held by the heads of some sequences, (n, n_kv_heads), none more than before; spare pages go."""
+        """Set the entries of the heads of some sequences, (n, n_kv_heads), and free spare pages.
+
+        No head holds more entries than before.
+        """
         regions = (sequences[:, None] * self.n_kv_heads + np.arange(self.n_kv_heads)).ravel()
         self._lengths.host[regions] = lens.ravel()
         if self.lens.device.type != "cpu":
@@ -333,7 +363,9 @@ class PageTable:
             self._slack = 0
 
     def renew(self, sequence: int, lens: Ints) -> None:
-        """Drop all pages of a sequence and reserve fresh ones for `lens` entries; its entries must be rewritten.
+        """Drop all pages of a sequence and reserve fresh ones for `lens` entries.
+
+        Its entries must be rewritten.
 
         Raises:
             PoolFullError: the pool is full; nothing was changed.
@@ -354,7 +386,10 @@ class PageTable:
     # ------------------------------------------------------------------ sharing
 
     def select(self, sequences: list[int]) -> None:
-        """Become the given sequences of this table, in this order; one may be named many times: pages are shared."""
+        """Keep the given sequences of this table, in this order.
+
+        One may be named many times: its pages are shared.
+        """
         regions = np.concatenate([np.arange(self.n_regions)[self.rows(s)] for s in sequences])
         self._rows.select(regions)
         self._lengths.select(regions)
@@ -366,7 +401,7 @@ class PageTable:
         self._publish()
 
     def join(self, other: PageTable) -> None:
-        """Take over the sequences of another table of this pool, after these; it holds nothing afterwards."""
+        """Take the sequences of another table of this pool, after these, and empty it."""
         assert other.n_kv_heads == self.n_kv_heads, "tables of one layer"
         self._rows.join(other._rows)
         self._lengths.join(other._lengths)
@@ -380,7 +415,7 @@ class PageTable:
         self._publish()
 
     def fork(self) -> PageTable:
-        """Another table of the same entries: pages are shared until one of the two writes."""
+        """Return a table of the same entries; pages are shared until one of the two writes."""
         other = PageTable(
             self.pool, self.n_seq, self.n_kv_heads, None if self.quantized is None else self.quantized.fork()
         )
@@ -394,7 +429,7 @@ class PageTable:
         self._rows.may_share = True
 
     def copy_on_write(self, whole: bool) -> None:
-        """Before a write: copy the shared pages that will be written, all of a region's or only its last.
+        """Copy the shared pages of a region that will be written: all of them or only its last.
 
         Raises:
             PoolFullError: no room for the copies; nothing was changed.
@@ -407,35 +442,41 @@ class PageTable:
                 self._publish(lens=False)
 
     def shared_runs(self) -> SharedPrefixRuns | None:
-        """The runs of full pages that sequences begin with together; None where none is long enough."""
+        """Return the runs of full pages that sequences have in common at their beginning.
+
+        None if no run is long enough.
+        """
         if not self._rows.may_share or self.n_seq < 2:
             return None
-        if not self._runs_known:
+        if not self._runs_current:
             by_sequence = (self.n_seq, self.n_kv_heads, -1)
             full = (self._lengths.host // self.pool.slots).reshape(by_sequence).min((1, 2))
             self._runs = SharedPrefixRuns.of(self._rows.ids.reshape(by_sequence), full, self.pool.arrays)
-            self._runs_known = True
+            self._runs_current = True
         return self._runs
 
     def emptied(self, pool: PagePool) -> PageTable:
-        """A table of the same sequences, budgets and codes over another pool, without plain entries."""
+        """Return a table of the same sequences, budgets and codes over another pool.
+
+        It has no plain entries.
+        """
         other = PageTable(pool, self.n_seq, self.n_kv_heads, self.quantized)
         other._budgets = self._budgets.copy()
         other._publish()
         return other
 
     def release_all(self) -> npt.NDArray[np.int64]:
-        """Give every page back and keep the rest, until pages with the same content come; returns pages per region."""
+        """Release every page and keep the rest, for `restore`; return the pages per region."""
         return self._rows.release_all()
 
     def restore(self, ids: PageIds, owned: npt.NDArray[np.int64]) -> None:
-        """Hold pages again: `ids` in the order of `held`, `owned` of each region, from `release_all`."""
+        """Hold pages after `release_all`: `ids` in the order of `held`, `owned` of each region."""
         self._rows.restore(ids, owned)
         self._slack = 0
         self._publish()
 
     def clear(self) -> None:
-        """Give every page back."""
+        """Release every page."""
         if self.quantized is not None:
             self.quantized.clear()
         self._rows.clear()
@@ -450,7 +491,7 @@ class PageTable:
         device = self.pool.arrays.device
         if ids:
             self.pages: Tensor = torch.from_numpy(self._rows.ids).to(device)
-            self._runs_known = False
+            self._runs_current = False
         if lens:
             self.lens = self._lengths.publish(device)
             self.capacities, self.recent, self.head_rules = self._budgets.publish(device)
@@ -458,6 +499,6 @@ class PageTable:
 
 
 def _slot_bytes(pool: RefCountedPool[Any], entries: Ints) -> npt.NDArray[np.int64]:
-    """(n_seq,) bytes of keys and values in the slots of entries (n_seq, n_kv_heads)."""
-    found: npt.NDArray[np.int64] = entries.sum(1).astype(np.int64) * pool.kv_bytes_per_page // pool.slots
-    return found
+    """Return the bytes of keys and values, (n_seq,), in slots of entries (n_seq, n_kv_heads)."""
+    kv_bytes: npt.NDArray[np.int64] = entries.sum(1).astype(np.int64) * pool.kv_bytes_per_page // pool.slots
+    return kv_bytes

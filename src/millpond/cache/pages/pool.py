@@ -16,12 +16,15 @@ class PagePool(RefCountedPool[PageArrays]):
     """Fixed-size pages of `slots` entries of one KV head.
 
     Args:
-        key_dim, value_dim: numbers per key and value. dtype: how they are stored.
-        slots: entries per page, a power of two.
-        limit_bytes: most bytes that the pool may ever hold, side arrays included; None for no limit.
-        masses: whether entries carry a mass, as merging policies need it: 4 bytes more per slot.
-        account: the limit of several pools together, in place of `limit_bytes`.
-        until_plan: entries of a prompt lie here until its plan moves the kept ones into another pool.
+        key_dim: Numbers per key.
+        value_dim: Numbers per value.
+        dtype: Stored type of the numbers.
+        device: Device of the pages.
+        slots: Entries per page, a power of two.
+        limit_bytes: Most bytes that the pool may ever hold, side arrays included; None for no limit.
+        masses: Whether entries carry a mass, as merging policies need it: 4 bytes more per slot.
+        memory_limit: Limit of several pools together, in place of `limit_bytes`.
+        until_plan: Whether entries of a prompt are here until its plan moves the kept ones into another pool.
 
     Raises:
         OptionError: `slots` is no power of two, or `limit_bytes` is smaller than one page.
@@ -37,30 +40,35 @@ class PagePool(RefCountedPool[PageArrays]):
         slots: int = DEFAULT_SLOTS,
         limit_bytes: int | None = None,
         masses: bool = False,
-        account: Limit | None = None,
+        memory_limit: Limit | None = None,
         until_plan: bool = False,
     ) -> None:
         check_slots(slots)
         kv_bytes = slots * (key_dim + value_dim) * torch.empty(0, dtype=dtype).element_size()
         page_bytes = kv_bytes + slots * side_bytes(masses)
-        n_pages = pages_per_arena(page_bytes, arena_bytes_on(torch.device(device), account))
+        n_pages = pages_per_arena(page_bytes, arena_bytes_on(torch.device(device), memory_limit))
         arrays = PageArrays(n_pages, slots, key_dim, value_dim, dtype, torch.device(device), masses)
-        super().__init__(arrays, kv_bytes, page_bytes, limit_bytes, account)
+        super().__init__(arrays, kv_bytes, page_bytes, limit_bytes, memory_limit)
         self.until_plan = until_plan
 
 
 def side_bytes(masses: bool) -> int:
-    """Bytes of a slot besides key and value: position int32, score float32 and, if any, log mass float32."""
+    """Return the bytes of a slot in addition to key and value.
+
+    Position int32, score float32 and, if any, log mass float32.
+    """
     return 12 if masses else 8
 
 
 class QuantizedPool(RefCountedPool[PackedArrays]):
-    """Pages of `layout`.
+    """Pages of entries as codes, in a layout.
 
     Args:
-        limit_bytes: most bytes that the pool may ever hold, side arrays included; None for no limit.
-        masses: whether entries carry a mass, as in the plain pages of the same layer.
-        account: the limit of several pools together, in place of `limit_bytes`.
+        layout: Layout of a page.
+        device: Device of the pages.
+        limit_bytes: Most bytes that the pool may ever hold, side arrays included; None for no limit.
+        masses: Whether entries carry a mass, as in the plain pages of the same layer.
+        memory_limit: Limit of several pools together, in place of `limit_bytes`.
 
     Raises:
         OptionError: `limit_bytes` is smaller than one page.
@@ -73,9 +81,9 @@ class QuantizedPool(RefCountedPool[PackedArrays]):
         *,
         limit_bytes: int | None = None,
         masses: bool = False,
-        account: Limit | None = None,
+        memory_limit: Limit | None = None,
     ) -> None:
         page_bytes = layout.page_bytes + layout.slots * side_bytes(masses)
-        per_arena = pages_per_arena(page_bytes, arena_bytes_on(torch.device(device), account))
+        per_arena = pages_per_arena(page_bytes, arena_bytes_on(torch.device(device), memory_limit))
         arrays = PackedArrays(per_arena, layout, torch.device(device), masses)
-        super().__init__(arrays, layout.page_bytes, page_bytes, limit_bytes, account)
+        super().__init__(arrays, layout.page_bytes, page_bytes, limit_bytes, memory_limit)

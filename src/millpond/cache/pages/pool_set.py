@@ -1,4 +1,4 @@
-"""The page pools of caches of one kind, and those of all layers, each with its own number format."""
+"""Page pools of caches of one kind, and those of all layers, each with its own number format."""
 
 from __future__ import annotations
 
@@ -20,21 +20,25 @@ from millpond.errors import OptionError
 
 
 class PoolSet:
-    """Makes pools as the layers ask for them.
+    """Pools that are made when a layer first needs them.
 
     Args:
-        storage: of all entries: a dtype, a codec, or None for what the model computes.
-        slots: entries per plain page. account: the limit of all pools together.
-        masses: whether entries carry a mass. ropes: of the layers, for a codec that stores keys before RoPE.
-        shared: pools of the same kind that those of this set are kept with, so that sets of ever new sizes of tiers
-            bring no new pools.
+        storage: Format of all entries: a dtype, a codec, or None for the dtype of the model.
+        slots: Entries per plain page.
+        memory_limit: Limit of all pools together.
+        masses: Whether entries carry a mass.
+        ropes: Rotations of the layers, for a codec that stores keys before RoPE.
+        shared: Set whose pools of the same kind this set uses too, so that ever new sizes of tiers make no new pools.
+
+    Attributes:
+        codec: Codec of the entries; None if they stay plain.
     """
 
     def __init__(
         self,
         storage: torch.dtype | Codec | None,
         slots: int,
-        account: MemoryLimit,
+        memory_limit: MemoryLimit,
         *,
         masses: bool,
         ropes: RopeTables | None = None,
@@ -42,7 +46,7 @@ class PoolSet:
     ) -> None:
         self.codec = storage if isinstance(storage, Codec) else None
         self._dtype = storage if isinstance(storage, torch.dtype) else None
-        self._slots, self._account, self._masses = slots, account, masses
+        self._slots, self._memory_limit, self._masses = slots, memory_limit, masses
         self._plain: dict[tuple[int, int, torch.dtype, torch.device], PagePool] = (
             {} if shared is None else shared._plain
         )
@@ -53,18 +57,18 @@ class PoolSet:
 
     @property
     def format(self) -> str | torch.dtype | None:
-        """How entries are stored, by name: what other pools of this format hold of the same tokens is the same."""
+        """Name of the format of entries: equal formats store the same tokens alike."""
         return self._dtype if self.codec is None else self.codec.name
 
     @property
     def make_quantized(self) -> Callable[..., QuantizedPart] | None:
-        """`quantized` where entries become codes."""
+        """Function `quantized` if entries become codes, else None."""
         return None if self.codec is None else self.quantized
 
     @property
     def limited(self) -> bool:
         """Whether all pools together have a limit of bytes."""
-        return self._account.limit_bytes is not None
+        return self._memory_limit.limit_bytes is not None
 
     def __iter__(self) -> Iterator[RefCountedPool[Any]]:
         return iter([*self._plain.values(), *self._packed.values()])
@@ -73,13 +77,16 @@ class PoolSet:
         return len(self._plain) + len(self._packed)
 
     def plain(self, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> PagePool:
-        """The pool of plain pages of one shape, of 16 bits per number where a quantized pool is used too."""
+        """Return the pool of plain pages of one shape.
+
+        It has 16 bits per number if a quantized pool is used too.
+        """
         return self._of(key_dim, value_dim, self._stored(dtype), device, until_plan=False)
 
     def reading(self, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> PagePool:
-        """The pool of the plain pages of a prompt until its plan, of numbers as the model computes them, in `dtype`.
+        """Return the pool of the plain pages of a prompt until its plan, with numbers in `dtype`.
 
-        It is that of `plain` where such a page holds them as they are.
+        It is that of `plain` if such a page holds the model's numbers exactly.
         """
         stored = self._stored(dtype)
         exact = torch.promote_types(stored, dtype) == stored
@@ -96,20 +103,22 @@ class PoolSet:
         key = (key_dim, value_dim, dtype, device)
         if key not in self._plain:
             self._plain[key] = PagePool(
-                *key, slots=self._slots, masses=self._masses, account=self._account, until_plan=until_plan
+                *key, slots=self._slots, masses=self._masses, memory_limit=self._memory_limit, until_plan=until_plan
             )
         return self._plain[key]
 
     def quantized(
         self, layer: int, n_seq: int, n_kv_heads: int, key_dim: int, value_dim: int, device: torch.device
     ) -> QuantizedPart:
-        """The packed part of the table of one layer; of a codec with several tiers by age an `AgedStore`.
+        """Return the quantized part of the table of one layer.
+
+        It is an `AgedStore` if the codec has several tiers by age.
 
         Raises:
             OptionError: see `packed`.
         """
         assert self.codec is not None, "only a codec has packed pages"
-        known, scales = self.codec.calibration, self.codec.key_scales
+        calibration, key_scales = self.codec.calibration, self.codec.key_scales
         parts = [
             QuantizedStore(
                 tier,
@@ -117,16 +126,18 @@ class PoolSet:
                 n_seq,
                 n_kv_heads,
                 key_dim,
-                fixed=None if known is None else known.key_range(layer),
+                fixed=None if calibration is None else calibration.key_range(layer),
                 rope=None if self._ropes is None else self._ropes.of(layer, key_dim, device),
-                key_scales=None if scales is None else scales.of(layer, device),
+                key_scales=None if key_scales is None else key_scales.of(layer, device),
             )
             for tier, pool in zip(self.codec.tiers, self.packed(layer, key_dim, value_dim, device), strict=True)
         ]
         return parts[0] if len(parts) == 1 else AgedStore(self.codec, parts)
 
     def packed(self, layer: int, key_dim: int, value_dim: int, device: torch.device) -> list[QuantizedPool]:
-        """The pools of packed pages of one shape, of each tier; of one layer, where layers have tables of their own.
+        """Return the pools of packed pages of one shape, one per tier.
+
+        They belong to one layer if layers have tables of their own.
 
         Raises:
             OptionError: a head_dim that the format's groups do not divide.
@@ -138,24 +149,24 @@ class PoolSet:
         self, codec: Codec, layer: int, key_dim: int, value_dim: int, device: torch.device
     ) -> QuantizedPool:
         tables = None if codec.calibration is None else codec.calibration.tables(layer, codec)
-        own = (codec.name, 0 if tables is None else layer, key_dim, value_dim, device)
-        if own not in self._packed:
-            kept = kept_dim(codec, key_dim)
-            if codec.prune and kept == key_dim:
+        key = (codec.name, 0 if tables is None else layer, key_dim, value_dim, device)
+        if key not in self._packed:
+            n_kept = kept_dim(codec, key_dim)
+            if codec.prune and n_kept == key_dim:
                 raise OptionError(
                     f"codec {codec.name!r} drops key channels in multiples of {MULTIPLE}, and {codec.prune:.0%} of "
                     f"head_dim={key_dim} is less; use a codec that drops none"
                 )
-            layout = codec.layout(kept, value_dim, tables=tables)
-            self._packed[own] = QuantizedPool(layout, device, masses=self._masses, account=self._account)
-        return self._packed[own]
+            layout = codec.layout(n_kept, value_dim, tables=tables)
+            self._packed[key] = QuantizedPool(layout, device, masses=self._masses, memory_limit=self._memory_limit)
+        return self._packed[key]
 
 
 class LayerPools:
-    """The pools of each layer; layers of one format share theirs.
+    """Pools of each layer; layers of one format share theirs.
 
     Args:
-        sets: one of each layer, or a single one for all.
+        sets: Set of each layer, or a single one for all.
     """
 
     def __init__(self, sets: Sequence[PoolSet]) -> None:
@@ -163,22 +174,22 @@ class LayerPools:
         self._distinct = list(dict.fromkeys(sets))
 
     def of(self, layer: int) -> PoolSet:
-        """The pools of a layer."""
+        """Return the pools of a layer."""
         return self._sets[layer if len(self._sets) > 1 else 0]
 
     def by_layer(self, n_layers: int) -> list[PoolSet]:
-        """The pools of each of `n_layers` layers."""
+        """Return the pools of each of `n_layers` layers."""
         return [self.of(layer) for layer in range(n_layers)]
 
     @property
     def format(self) -> Hashable:
-        """How entries are stored, see `PoolSet.format`; of each layer, where they differ."""
-        return self._sets[0].format if len(self._distinct) == 1 else tuple(one.format for one in self._sets)
+        """Format of entries, see `PoolSet.format`; one per layer if they differ."""
+        return self._sets[0].format if len(self._distinct) == 1 else tuple(pool_set.format for pool_set in self._sets)
 
     @property
     def codecs(self) -> list[Codec]:
-        """The codecs of all layers, each once."""
-        return [one.codec for one in self._distinct if one.codec is not None]
+        """Codecs of all layers, each once."""
+        return [pool_set.codec for pool_set in self._distinct if pool_set.codec is not None]
 
     @property
     def limited(self) -> bool:
@@ -186,16 +197,16 @@ class LayerPools:
         return self._sets[0].limited
 
     def __iter__(self) -> Iterator[RefCountedPool[Any]]:
-        return (pool for one in self._distinct for pool in one)
+        return (pool for pool_set in self._distinct for pool in pool_set)
 
     def __len__(self) -> int:
-        return sum(len(one) for one in self._distinct)
+        return sum(len(pool_set) for pool_set in self._distinct)
 
 
 def pools_by_layer(stored: LayerCodecs | Format, n_layers: int, make: Callable[[Format], PoolSet]) -> LayerPools:
-    """The pools of `n_layers` layers, of which those of one format share what `make` returns for it."""
+    """Return the pools of `n_layers` layers; layers of one format share what `make` returns."""
     if not isinstance(stored, LayerCodecs):
         return LayerPools([make(stored)])
     formats = [stored.of(layer) for layer in range(n_layers)]
-    made = {one: make(one) for one in dict.fromkeys(formats)}
-    return LayerPools([made[one] for one in formats])
+    pool_sets = {storage: make(storage) for storage in dict.fromkeys(formats)}
+    return LayerPools([pool_sets[storage] for storage in formats])

@@ -1,12 +1,13 @@
-"""The quantized part of a table's regions: entries as codes, in pages of a pool of their own.
+"""Quantized part of a table's regions: entries as codes, in pages of a pool of their own.
 
-A quantized entry is never encoded again while its page lives. An entry that leaves becomes a tombstone, position -1 in
-its slot; a page whose slots are all dead goes back to the pool. See docs/explanation/packed-pages.md.
+A quantized entry is never encoded again while its page lives. An evicted entry becomes a tombstone, position -1 in its
+slot; a page whose slots are all dead returns to the pool. See docs/explanation/packed-pages.md.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
 from millpond.cache.pages.rope_tables import GrowingRope
 from millpond.codec.basis import Basis
 from millpond.codec.spec import Codec
+from millpond.errors import PoolFullError
 from millpond.kernels import ops
 from millpond.kernels.args import EntryRows, PaddedEntries
 from millpond.kernels.eager.pages import gather, scatter
@@ -29,22 +31,45 @@ from millpond.kernels.packed.regions import PackedRegions
 Ints = npt.NDArray[np.int32]
 
 
-class QuantizedStore:
-    """The packed part of `n_seq * n_kv_heads` regions.
-
-    The host keeps the books, and the kernels read a copy of them on the pool's device (on the CPU the two are one
-    memory). A decoding step on another device may bury entries that the host learns of when it next asks.
+@dataclass(frozen=True, slots=True)
+class NewCodes:
+    """Entries of a sequence to quantize.
 
     Attributes:
-        codec: the number format. pool: its pages. head_dim: channels of a key before any are dropped.
-        basis: in which numbers come, here and in plain pages; None: as the model makes them.
-        lens: (R,) slots in use, tombstones included.
-        steps_until_check: decoding steps in which no page falls due to be quantized; 0: check at the next step. Any
-            change of the unquantized lengths other than a decoding step sets it to 0.
+        count: Number of entries of each KV head, (H,).
+        index: Their rows of `entries`, (H, width); each head has `count` of them.
+        entries: Entries as numbers, among others.
+    """
+
+    count: Tensor
+    index: Tensor
+    entries: PaddedEntries
+
+
+class QuantizedStore:
+    """Quantized part of `n_seq * n_kv_heads` regions.
+
+    The host keeps the tables, and the kernels read a copy of them on the pool's device (on the CPU the two are one
+    memory). A decoding step on another device may write tombstones that the host reads when it next needs them.
 
     Args:
-        fixed: scales and zeros (Hkv, D) of calibrated keys. rope: how keys turn that are stored before RoPE.
-            key_scales: of `basis`.
+        codec: Number format.
+        pool: Pool of its pages.
+        n_seq: Number of sequences.
+        n_kv_heads: KV heads of the layer.
+        head_dim: Channels of a key before any are dropped.
+        fixed: Scales and zeros (Hkv, D) of calibrated keys; None if they are computed.
+        rope: Rotation of keys that are stored before RoPE; None if keys are stored after it.
+        key_scales: Scales of `basis`; None if there are none.
+
+    Attributes:
+        codec: Number format.
+        pool: Pool of its pages.
+        head_dim: Channels of a key before any are dropped.
+        basis: Basis of the numbers, here and in plain pages; None if they are as the model computes them.
+        lens: Slots in use, tombstones included, (R,).
+        steps_until_check: Decoding steps in which no page falls due to be quantized; 0 to check at the next step. Any
+            change of the unquantized lengths other than a decoding step sets it to 0.
     """
 
     def __init__(
@@ -80,7 +105,7 @@ class QuantizedStore:
 
     @property
     def parts(self) -> tuple[QuantizedStore, ...]:
-        """The tiers by age that codes lie in: here one."""
+        """Stores of the tiers by age: here one."""
         return (self,)
 
     @property
@@ -90,7 +115,7 @@ class QuantizedStore:
 
     @property
     def n_evicted(self) -> Ints:
-        """(R,) tombstones, which the decode kernel counts too."""
+        """Tombstones, (R,), which the decode kernel counts too."""
         if self._behind and self._view is not None:
             self._dead[:] = self._view.dead.cpu().numpy()
         self._behind = False
@@ -98,7 +123,7 @@ class QuantizedStore:
 
     @property
     def live(self) -> Ints:
-        """(n_seq, n_kv_heads) entries held."""
+        """Entries that are held, (n_seq, n_kv_heads)."""
         return (self.lens - self.n_evicted).reshape(self.n_seq, self.n_kv_heads)
 
     @property
@@ -107,16 +132,16 @@ class QuantizedStore:
         return self._pages.ids.nbytes + self.lens.nbytes + self.n_evicted.nbytes + self._keys.nbytes
 
     def kv_bytes(self) -> npt.NDArray[np.int64]:
-        """(n_seq,) bytes of keys and values in the pages of each sequence."""
+        """Return the bytes of keys and values in the pages of each sequence, (n_seq,)."""
         pages: npt.NDArray[np.int64] = self._pages.owned.reshape(self.n_seq, self.n_kv_heads).sum(1)
         return pages * self.pool.kv_bytes_per_page
 
     def rows(self, sequence: int) -> slice:
-        """The regions of one sequence."""
+        """Return the regions of one sequence."""
         return slice(sequence * self.n_kv_heads, (sequence + 1) * self.n_kv_heads)
 
     def regions(self, rows: Rows | None = None) -> PackedRegions:
-        """What the kernels see of some regions; None: of all."""
+        """Return some regions as the kernels read them; all of them for None."""
         rope = None if self._rope is None else self._rope.tables
         if self._view is None or self._view.rope is not rope:
             ids, lens, dead = (self._there(x) for x in (self._pages.ids, self.lens, self.n_evicted))
@@ -133,7 +158,7 @@ class QuantizedStore:
 
     @property
     def region_lengths(self) -> Ints:
-        """(R,) slots in use, tombstones included."""
+        """Slots in use, (R,), tombstones included."""
         return self.lens
 
     def exchange(self, lists: PageLists) -> None:
@@ -142,21 +167,21 @@ class QuantizedStore:
         self._changed()
 
     def held(self) -> PageIds:
-        """Page ids of all regions, a shared page once per holder."""
+        """Return the page ids of all regions, a shared page once per holder."""
         return self._pages.held()
 
     def held_in(self, pool: RefCountedPool[Any]) -> list[PageIds]:
         """See `PageHolder`."""
         return [self._pages.held()] if self._pages.pool is pool else []
 
-    def follow(self, pool: RefCountedPool[Any], places: PageIds) -> None:
+    def follow(self, pool: RefCountedPool[Any], new_ids: PageIds) -> None:
         """See `PageHolder`."""
         if self._pages.pool is pool:
-            self._pages.follow(places)
+            self._pages.follow(new_ids)
             self._changed()
 
     def held_by(self, row: int) -> PageIds:
-        """Page ids of one region, in the order of its slots."""
+        """Return the page ids of one region, in the order of its slots."""
         return self._pages.held(slice(row, row + 1))
 
     @property
@@ -165,15 +190,21 @@ class QuantizedStore:
         return self._pages.n_shared()
 
     def width(self, sequence: int) -> int:
-        """Slots of the longest region of a sequence."""
+        """Return the slots of the longest region of a sequence."""
         return int(self.lens[self.rows(sequence)].max(initial=0))
 
     def read(self, sequence: int) -> PaddedEntries:
-        """The entries of a sequence as numbers, float32, slot by slot; tombstones and padding at position -1."""
+        """Return the entries of a sequence as float32 numbers, slot by slot.
+
+        Tombstones and padding have position -1.
+        """
         return ops.read_packed(self.regions(self.rows(sequence)), self.width(sequence), self.head_dim)
 
     def slot_ids(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Flat slot ids (n, width) of some regions, and which of them are in use; ids of others are 0."""
+        """Return flat slot ids (n, width) of some regions, and which of them are in use.
+
+        Ids of unused slots are 0.
+        """
         width = int(self.lens[rows].max(initial=0))
         slot = torch.arange(max(width, self.slots), device=self._device)
         used = slot[:width] < self._there(self.lens[rows])[:, None]
@@ -182,32 +213,78 @@ class QuantizedStore:
         return torch.where(used, ids, 0), used
 
     def positions(self, rows: Rows) -> Tensor:
-        """(n, width) int32: what lies in each slot of some regions, -1 for nothing."""
+        """Return the positions in the slots of some regions, (n, width) int32; -1 for no entry."""
         ids, used = self.slot_ids(rows)
         return torch.where(used, gather(self.pool.arrays.positions, ids), -1) if ids.numel() else ids.int()
 
     def scores(self, rows: Rows) -> Tensor:
-        """(n, width) float32: the accumulators of some regions."""
+        """Return the score accumulators of some regions, (n, width) float32."""
         ids, _ = self.slot_ids(rows)
         return gather(self.pool.arrays.scores, ids) if ids.numel() else ids.float()
 
     # ------------------------------------------------------------------ writing
 
     def collect_statistics(self, sequence: int, q: Tensor, k: Tensor) -> None:
-        """Learn from the tokens of a prompt, q (Hq, Q, D) and k (Hkv, Q, D), until its first entries are quantized."""
+        """Add prompt tokens, q (Hq, Q, D) and k (Hkv, Q, D), to the statistics of key channels.
+
+        They count until the first entries of the sequence are quantized.
+        """
         self._keys.collect(sequence, q, k)
 
-    def write(self, sequence: int, count: Tensor, index: Tensor, entries: PaddedEntries) -> None:
-        """Quantize rows index (H, width) of `entries`, count (H,) of each head, behind what is quantized.
+    def absorb(
+        self,
+        sequence: int,
+        new: NewCodes | None = None,
+        *,
+        kept: Tensor | None = None,
+        scores: Tensor | None = None,
+        emptied: npt.NDArray[np.bool_] | None = None,
+        write_rest: Callable[[], None] | None = None,
+    ) -> None:
+        """Quantize entries of a sequence after its quantized ones, and evict others.
+
+        Args:
+            sequence: Sequence in the table.
+            new: Entries to quantize; None for none.
+            kept: Which entries of the slots in use now stay, (H, n) bool; others become tombstones. None for all.
+            scores: Accumulators of the entries that stay, (H, n) float32; None to leave them.
+            emptied: Pages in use now to free, (H, pages) bool; their entries are dead, or in `new`.
+            write_rest: Writes the entries that are not quantized, once there is room for those that are.
 
         Raises:
-            PoolFullError: the pool is full; nothing was changed.
+            PoolFullError: a pool is full; nothing was changed.
             NumericsError: a number that the format cannot hold.
         """
-        self.write_all(np.array([sequence]), count, index.int().contiguous(), entries)
+        rows = self.rows(sequence)
+        lens = self.lens[rows].copy()
+        alive = None if kept is None or not kept.shape[1] else self.positions(rows)[:, : kept.shape[1]] >= 0
+        if new is not None:
+            self.write_all(np.array([sequence]), new.count, new.index.int().contiguous(), new.entries)
+        try:
+            if write_rest is not None:
+                write_rest()
+        except PoolFullError:
+            self.lens[rows] = lens
+            self._pages.cut(rows, -(-lens // self.slots))
+            self._changed()
+            raise
+        if kept is not None and alive is not None:  # of a shorter head the first of `new` lie in these slots
+            self.mark_evicted(rows, alive & ~kept)
+            if scores is not None:
+                changed = scores != self.scores(rows)[:, : kept.shape[1]]
+                self.rescore(rows, scores, alive & kept & changed)
+        if emptied is not None:
+            self._drop_pages(rows, emptied)
 
     def write_all(self, sequences: npt.NDArray[np.int64], count: Tensor, index: Tensor, entries: PaddedEntries) -> None:
-        """Quantize entries of several sequences: count (n,), index (n, width) int32 of their regions."""
+        """Quantize entries of several sequences, after the quantized ones of their regions.
+
+        Args:
+            sequences: Sequences in the table, (s,).
+            count: Entries of each of their n regions, (n,).
+            index: Rows of `entries` to quantize, (n, width) int32.
+            entries: Entries as numbers.
+        """
         more = count.cpu().numpy().astype(np.int32)
         if not more.any():
             return
@@ -223,15 +300,8 @@ class QuantizedStore:
         self.lens[rows] += more
         self._changed()
 
-    def unwrite(self, sequence: int, count: Tensor) -> None:
-        """Undo a `write` of count (H,) entries: nothing else was written since."""
-        rows = self.rows(sequence)
-        self.lens[rows] -= count.cpu().numpy().astype(np.int32)
-        self._pages.cut(rows, -(-self.lens[rows] // self.slots))
-        self._changed()
-
     def mark_evicted(self, rows: Rows, leave: Tensor) -> None:
-        """Make tombstones of the entries in some of the first slots, leave (n, <= width) bool, of some regions."""
+        """Make tombstones of entries of some regions, leave (n, <= width) bool by slot."""
         if not bool(leave.any()):
             return
         self.copy_on_write()
@@ -241,62 +311,59 @@ class QuantizedStore:
         self.n_evicted[rows] += leave.sum(1).cpu().numpy().astype(np.int32)
         self._changed()
 
-    def rescore(self, rows: Rows, scores: Tensor, where: Tensor) -> None:
-        """Give entries in some of the first slots, where (n, <= width) bool, new accumulators, of the same shape."""
-        if bool(where.any()):
+    def rescore(self, rows: Rows, scores: Tensor, mask: Tensor) -> None:
+        """Give entries of some regions, mask (n, <= width) bool by slot, new accumulators.
+
+        `scores` has the shape of the mask.
+        """
+        if bool(mask.any()):
             self.copy_on_write()
-            ids = self.slot_ids(rows)[0][:, : where.shape[1]]
-            scatter(self.pool.arrays.scores, ids[where], scores[where].float())
+            ids = self.slot_ids(rows)[0][:, : mask.shape[1]]
+            scatter(self.pool.arrays.scores, ids[mask], scores[mask].float())
 
     def renumber(self, rows: Rows, positions: Tensor) -> None:
-        """Give the entries of some regions, whose keys are stored before RoPE, positions (n, width); -1 for none."""
+        """Give the entries of some regions positions (n, width); -1 for no entry.
+
+        Their keys are stored before RoPE.
+        """
         if self.lens[rows].any():
             self.copy_on_write()
             ids, used = self.slot_ids(rows)
             scatter(self.pool.arrays.positions, ids[used], positions[used].int())
 
     def sparse(self, rows: slice, leaving: Tensor | None = None, *, whole: bool = False) -> npt.NDArray[np.bool_]:
-        """(n, pages) which full pages of some regions are at least half dead: they are worth giving back.
+        """Return which full pages of some regions are worth freeing, (n, pages).
 
-        leaving: (n, width) bool, slots that count as dead. whole: pages in which nothing is alive, instead.
+        A page is if at least half of its slots are dead.
+
+        Args:
+            rows: Regions.
+            leaving: Slots that count as dead too, (n, width) bool; None for none.
+            whole: Whether to return pages without any live slot instead.
         """
         slots, n_pages = self.slots, -(-int(self.lens[rows].max(initial=0)) // self.slots)
         if leaving is None and not self.n_evicted[rows].any():
             return np.zeros((rows.stop - rows.start, n_pages), dtype=bool)
-        gone = self.positions(rows) < 0
-        gone = gone if leaving is None else gone | leaving
-        dead = torch.nn.functional.pad(gone, (0, n_pages * slots - gone.shape[1]))
-        counts = dead.view(len(gone), n_pages, slots).sum(2).cpu().numpy()
+        dead_slots = self.positions(rows) < 0
+        dead_slots = dead_slots if leaving is None else dead_slots | leaving
+        dead = torch.nn.functional.pad(dead_slots, (0, n_pages * slots - dead_slots.shape[1]))
+        counts = dead.view(len(dead_slots), n_pages, slots).sum(2).cpu().numpy()
         full = np.arange(n_pages) < (self.lens[rows] // slots)[:, None]
-        found: npt.NDArray[np.bool_] = full & (counts >= slots if whole else 2 * counts >= slots)
-        return found
+        sparse: npt.NDArray[np.bool_] = full & (counts >= slots if whole else 2 * counts >= slots)
+        return sparse
 
     def pages_of(self, rows: slice, chosen: npt.NDArray[np.bool_]) -> PaddedEntries:
-        """The entries of the `chosen` pages (n, pages) of some regions as numbers, in the order of their slots."""
-        most = int(chosen.sum(1).max(initial=0))
-        some = np.zeros((len(chosen), max(most, 1)), dtype=np.int32)
+        """Return the entries of the `chosen` pages (n, pages) of some regions as numbers, by slot."""
+        max_pages = int(chosen.sum(1).max(initial=0))
+        page_ids = np.zeros((len(chosen), max(max_pages, 1)), dtype=np.int32)
         lens = np.zeros(len(chosen), dtype=np.int32)
         for r in np.flatnonzero(chosen.any(1)).tolist():
             columns = np.flatnonzero(chosen[r])
-            some[r, : len(columns)] = self._pages.ids[rows.start + r, columns]
+            page_ids[r, : len(columns)] = self._pages.ids[rows.start + r, columns]
             lens[r] = np.minimum(self.lens[rows.start + r] - columns * self.slots, self.slots).sum()
         regions = self.regions(rows)
-        part = replace(regions, table=self._there(some), lens=self._there(lens))
+        part = replace(regions, table=self._there(page_ids), lens=self._there(lens))
         return ops.read_packed(part, int(lens.max(initial=0)), self.head_dim)
-
-    def drop_pages(self, rows: slice, chosen: npt.NDArray[np.bool_]) -> None:
-        """Give the `chosen` pages (n, pages) of some regions back, with all that lies in them."""
-        if not chosen.any():
-            return
-        positions = self.positions(rows).cpu().numpy()
-        for r in np.flatnonzero(chosen.any(1)).tolist():
-            row, columns = rows.start + r, np.flatnonzero(chosen[r])
-            for column in columns.tolist():
-                part = slice(column * self.slots, min((column + 1) * self.slots, int(self.lens[row])))
-                self.n_evicted[row] -= int((positions[r, part] < 0).sum())
-            self.lens[row] -= int(np.minimum(self.lens[row] - columns * self.slots, self.slots).sum())
-        self._pages.drop(rows, chosen)
-        self._changed()
 
     def forget(self, sequence: int) -> None:
         """Free all pages of a sequence."""
@@ -306,14 +373,14 @@ class QuantizedStore:
         self._changed()
 
     def stepped(self, buries: bool) -> None:
-        """After a decoding step, which may have buried entries."""
+        """Update the counters after a decoding step that may have written tombstones (`buries`)."""
         self.steps_until_check -= 1
         self._behind |= buries and self._device.type != "cpu"
 
     # ------------------------------------------------------------------ sharing
 
     def select(self, sequences: list[int]) -> None:
-        """Become the given sequences, in this order; one may be named many times: pages are shared."""
+        """Keep the given sequences, in this order; the pages of one named many times are shared."""
         regions = np.concatenate([np.arange(len(self.lens))[self.rows(s)] for s in sequences])
         self._pages.select(regions)
         self.lens, self._dead = self.lens[regions], self.n_evicted[regions]
@@ -322,7 +389,7 @@ class QuantizedStore:
         self._changed()
 
     def fork(self) -> QuantizedStore:
-        """The same entries once more: pages are shared until one of the two writes."""
+        """Return a store of the same entries; pages are shared until one of the two writes."""
         other = QuantizedStore(
             self.codec,
             self.pool,
@@ -339,7 +406,7 @@ class QuantizedStore:
         return other
 
     def copy_on_write(self) -> None:
-        """Before a write, and before a step that writes scores or tombstones: copy every shared page.
+        """Copy every shared page, before a write or a step that writes scores or tombstones.
 
         Raises:
             PoolFullError: no room for the copies; nothing was changed.
@@ -348,13 +415,13 @@ class QuantizedStore:
             self._changed()
 
     def clear(self) -> None:
-        """Give every page back."""
+        """Release every page."""
         self._pages.clear()
         self.lens[:], self.n_evicted[:] = 0, 0
         self._changed()
 
     def join(self, other: QuantizedStore) -> None:
-        """Take over the sequences of another packed part of this pool, after these; it holds nothing afterwards."""
+        """Take the sequences of another store of this pool, after these, and empty it."""
         self._pages.join(other._pages)
         self._dead = np.concatenate([self.n_evicted, other.n_evicted])
         self.lens = np.concatenate([self.lens, other.lens])
@@ -364,24 +431,27 @@ class QuantizedStore:
         other.clear()
 
     def release_all(self) -> npt.NDArray[np.int64]:
-        """Give every page back and keep the rest, until pages with the same content come; returns pages per region."""
+        """Release every page and keep the rest, for `restore`; return the pages per region."""
         return self._pages.release_all()
 
     def restore(self, ids: PageIds, owned: npt.NDArray[np.int64]) -> None:
-        """Hold pages again: `ids` in the order of `held`, `owned` of each region, from `release_all`."""
+        """Hold pages after `release_all`: `ids` in the order of `held`, `owned` of each region."""
         self._pages.restore(ids, owned)
         self._changed()
 
     def numbers(self) -> dict[str, Tensor]:
-        """All about the pages but what lies in them, for `adopt`."""
+        """Return the tables of the pages without their content, for `adopt`."""
         counts = {"owned": self._pages.owned, "lens": self.lens, "dead": self.n_evicted}
-        found = {name: torch.from_numpy(n) for name, n in counts.items()}
+        tables = {name: torch.from_numpy(n) for name, n in counts.items()}
         reach = None if self._rope is None else torch.tensor(self._rope.tables.positions)
         sides = {"channels": self._keys.channels, "balance": self._keys.balance, "reach": reach}
-        return {name: t.clone() for name, t in (found | sides).items() if t is not None}
+        return {name: t.clone() for name, t in (tables | sides).items() if t is not None}
 
     def adopt(self, numbers: dict[str, Tensor]) -> PageIds:
-        """Become what gave these `numbers` of one sequence, in fresh pages; returns them in the order of `held`.
+        """Become the store of one sequence that gave `numbers`, in fresh pages.
+
+        Returns:
+            The pages, in the order of `held`.
 
         Raises:
             PoolFullError: there is no room.
@@ -397,12 +467,26 @@ class QuantizedStore:
 
     # ------------------------------------------------------------------ internal
 
+    def _drop_pages(self, rows: slice, chosen: npt.NDArray[np.bool_]) -> None:
+        """Give the `chosen` pages (n, pages) of some regions back, with all that lies in them."""
+        if not chosen.any():
+            return
+        positions = self.positions(rows).cpu().numpy()
+        for r in np.flatnonzero(chosen.any(1)).tolist():
+            row, columns = rows.start + r, np.flatnonzero(chosen[r])
+            for column in columns.tolist():
+                part = slice(column * self.slots, min((column + 1) * self.slots, int(self.lens[row])))
+                self.n_evicted[row] -= int((positions[r, part] < 0).sum())
+            self.lens[row] -= int(np.minimum(self.lens[row] - columns * self.slots, self.slots).sum())
+        self._pages.drop(rows, chosen)
+        self._changed()
+
     def _there(self, numbers: npt.NDArray[Any]) -> Tensor:
-        """Numbers as the kernels read them, on the pool's device."""
+        """Return numbers as the kernels read them, on the pool's device."""
         return torch.from_numpy(numbers).to(self._device)
 
     def _changed(self) -> None:
-        """The host's tables changed: the kernels' view is rebuilt on next use."""
+        """Let the kernels' view be rebuilt on its next use, as the host's tables changed."""
         _ = self.n_evicted  # what the kernels have done to theirs is not lost
         self._view = None
 

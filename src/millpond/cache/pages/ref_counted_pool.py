@@ -1,4 +1,4 @@
-"""Pages of one shape with reference counts and a hard limit, and the protocol of what shares that limit."""
+"""Pages of one shape with reference counts and a hard limit, and the protocol of memory under a shared limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Pool(Protocol):
     """Memory in pieces of one size.
 
     Attributes:
-        page_bytes: of one piece.
+        page_bytes: Bytes of one piece.
     """
 
     page_bytes: int
@@ -32,10 +32,15 @@ class Pool(Protocol):
         """Bytes of all memory held, free pieces included."""
 
     def bytes_to_grow(self, n: int, *, exact: bool = False) -> int:
-        """Bytes that `n` more pieces take after the free ones are used; exact: as few as it can take."""
+        """Return the bytes that `n` more pieces take after the free ones are used.
+
+        Args:
+            n: Number of pieces.
+            exact: Whether to count as few bytes as possible.
+        """
 
     def trim(self, keep: int = 0) -> int:
-        """Give memory back in which nothing is in use, but for `keep` free pieces; returns its bytes."""
+        """Free memory without pieces in use, except for `keep` free pieces; return its bytes."""
 
 
 PageIds = npt.NDArray[np.int32]
@@ -51,7 +56,7 @@ _ABSENT = -1
 
 
 class Limit(Protocol):
-    """What several pools may hold together."""
+    """Limit of several pools together, see `MemoryLimit`."""
 
     limit_bytes: int | None
     pinned: bool
@@ -70,13 +75,13 @@ class Limit(Protocol):
 
 
 class PageHolder(Protocol):
-    """What names pages of pools and follows them when they move."""
+    """Holder of pages of pools that follows them when they move."""
 
     def held_in(self, pool: RefCountedPool[Any]) -> list[PageIds]:
-        """The pages of a pool that it holds, each as often as it holds it."""
+        """Return the pages of a pool that it holds, each as often as it holds it."""
 
-    def follow(self, pool: RefCountedPool[Any], places: PageIds) -> None:
-        """Page i of a pool, for every i that it holds, is page places[i] from now on."""
+    def follow(self, pool: RefCountedPool[Any], new_ids: PageIds) -> None:
+        """Replace each page i of a pool that it holds by page new_ids[i]."""
 
 
 A = TypeVar("A", bound=Arenas)
@@ -86,31 +91,37 @@ class RefCountedPool(Generic[A]):
     """Pages of `arrays`, each with a count of its holders.
 
     Args:
-        arrays: the memory, empty at first.
-        kv_bytes_per_page, page_bytes: of keys and values alone, and with positions and scores.
-        limit_bytes: most bytes that the pool may ever hold; None for no limit.
-        account: the limit of several pools together, in place of `limit_bytes`.
+        arrays: Memory of the pages, empty at first.
+        kv_bytes_per_page: Bytes of keys and values per page.
+        page_bytes: Bytes of a page with positions and scores.
+        limit_bytes: Most bytes that the pool may ever hold; None for no limit.
+        memory_limit: Limit of several pools together, in place of `limit_bytes`.
 
     Attributes:
-        holders: what holds its pages, as far as they can move.
+        holders: Holders of its pages that follow pages which move.
 
     Raises:
         OptionError: `limit_bytes` is smaller than one page.
     """
 
     def __init__(
-        self, arrays: A, kv_bytes_per_page: int, page_bytes: int, limit_bytes: int | None, account: Limit | None = None
+        self,
+        arrays: A,
+        kv_bytes_per_page: int,
+        page_bytes: int,
+        limit_bytes: int | None,
+        memory_limit: Limit | None = None,
     ) -> None:
-        if account is not None:
-            limit_bytes = account.limit_bytes
+        if memory_limit is not None:
+            limit_bytes = memory_limit.limit_bytes
         if limit_bytes is not None and limit_bytes < page_bytes:
             raise OptionError(f"a limit of {limit_bytes} bytes is smaller than one page of {page_bytes} bytes")
         self.arrays = arrays
         self.kv_bytes_per_page, self.page_bytes = kv_bytes_per_page, page_bytes
         self.limit_bytes = limit_bytes
-        self.account = account
-        if account is not None:
-            account.pools.append(self)
+        self.memory_limit = memory_limit
+        if memory_limit is not None:
+            memory_limit.pools.append(self)
         self._refs: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)
         self._lives: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._n_allocations = self._n_absent = 0
@@ -128,12 +139,12 @@ class RefCountedPool(Generic[A]):
 
     @property
     def pinned(self) -> bool:
-        """Whether arenas stay where they are as long as a page of them is in use."""
-        return self.account is not None and self.account.pinned
+        """Whether arenas keep their address while a page of them is in use."""
+        return self.memory_limit is not None and self.memory_limit.pinned
 
     @property
     def end(self) -> int:
-        """What the ids of all pages are below."""
+        """Number above all page ids."""
         return len(self._refs)
 
     @property
@@ -157,37 +168,45 @@ class RefCountedPool(Generic[A]):
         return self.arrays.nbytes
 
     def by_arena(self) -> npt.NDArray[np.int32]:
-        """(arenas, pages per arena) holders of every page; below 0 where there is none in a shorter or empty arena."""
+        """Return the number of holders of every page, (arenas, pages per arena).
+
+        It is below 0 for pages that a shorter or empty arena lacks.
+        """
         return self._refs.reshape(-1, self.arrays.pages_per_arena)
 
     def refs(self, ids: PageIds) -> npt.NDArray[np.int32]:
-        """How many holders each page has."""
+        """Return the number of holders of each page."""
         return self._refs[ids]
 
     def lives(self, ids: PageIds) -> npt.NDArray[np.int64]:
-        """A number of each page that is another one once it was free and is in use again."""
+        """Return a number of each page that changes once it was free and is in use again."""
         return self._lives[ids]
 
     def can_allocate(self, n: int) -> bool:
-        """Whether `allocate(n)` would succeed, as far as the limit goes; other pools give back what they have free."""
+        """Whether the limit allows `allocate(n)`; other pools give free memory back for it."""
         if self.max_pages is not None and self.n_live + n > self.max_pages:
             return False
-        return self.account is None or self.account.can_take({self: n})
+        return self.memory_limit is None or self.memory_limit.can_take({self: n})
 
     def bytes_to_grow(self, n: int, *, exact: bool = False) -> int:
-        """Bytes of the arenas that `n` more pages need after the free ones are used; exact: of a shorter arena."""
+        """Return the bytes of arenas that `n` more pages need after the free ones are used.
+
+        Args:
+            n: Number of pages.
+            exact: Whether an arena may be shorter than the others.
+        """
         missing = n - self.n_free
         if missing <= 0:
             return 0
         return (missing if exact and not self.pinned else self._in_arenas(missing)) * self.page_bytes
 
     def grow(self, n: int) -> None:
-        """Have at least `n` free pages, and no more than that where there are more of them now."""
+        """Have at least `n` free pages, and no more than that unless there are more now."""
         if (missing := n - self.n_free) > 0:
             self._extend_by(missing if not self.pinned else self._in_arenas(missing))
 
     def allocate(self, n: int) -> PageIds:
-        """`n` pages with one holder each, ascending, the lowest free ones first so that neighbours stay together.
+        """Return `n` pages with one holder each, ascending: the lowest free ones are neighbours.
 
         Raises:
             PoolFullError: the limit does not allow it. Nothing was changed.
@@ -208,13 +227,13 @@ class RefCountedPool(Generic[A]):
         return ids
 
     def retain(self, ids: PageIds) -> None:
-        """One more holder for each page; a page may be named several times."""
+        """Add one holder to each page; a page may be named several times."""
         if (self._refs[ids] <= 0).any():
             raise AssertionError("retained a free page")
         self._count(ids, 1)
 
     def release(self, ids: PageIds) -> None:
-        """One holder less for each page; a page without holders is free at once."""
+        """Remove one holder from each page; a page without holders is free at once."""
         self.n_releases += 1
         self._count(ids, -1)
         if (self._refs[ids] < 0).any():
@@ -222,7 +241,9 @@ class RefCountedPool(Generic[A]):
             raise AssertionError("released a free page")
 
     def privatise(self, ids: PageIds) -> PageIds:
-        """Pages that the caller alone holds, with the content of `ids`: shared ones are copied and released.
+        """Return pages that only the caller holds, with the content of `ids`.
+
+        Shared pages are copied and released.
 
         Raises:
             PoolFullError: no room for the copies. Nothing was changed.
@@ -238,8 +259,8 @@ class RefCountedPool(Generic[A]):
         return private
 
     def trim(self, keep: int = 0) -> int:
-        """Free arenas that hold no live page as long as `keep` pages are free. Returns the bytes freed."""
-        before, spare = self.nbytes, self.n_free - keep
+        """Free arenas without live pages, except for `keep` free pages; return the bytes freed."""
+        previous_bytes, spare = self.nbytes, self.n_free - keep
         holders = self.by_arena()
         sizes = (holders >= 0).sum(1)
         unused = np.flatnonzero((sizes > 0) & (sizes <= spare) & ~(holders > 0).any(1))[::-1].tolist()
@@ -251,34 +272,38 @@ class RefCountedPool(Generic[A]):
                 if n <= spare and (number or self.n_pages == n):
                     self.resize(number, 0)
                     spare -= n
-        return before - self.nbytes
+        return previous_bytes - self.nbytes
 
     # ------------------------------------------------------------------ arenas
 
     def size_of(self, arena: int) -> int:
-        """Pages of an arena."""
+        """Return the number of pages of an arena."""
         return len(self.arrays.arrays[0][arena])
 
     def resize(self, arena: int, n: int) -> None:
-        """Let an arena have its first `n` pages. No live page lies behind them."""
+        """Let an arena have its first `n` pages. No live page is after them."""
         step = self.arrays.pages_per_arena
         self.arrays.resize_arena(arena, n)
-        own = self._refs[arena * step : (arena + 1) * step]
-        own[:n] = np.maximum(own[:n], 0)
-        own[n:] = _ABSENT
+        arena_refs = self._refs[arena * step : (arena + 1) * step]
+        arena_refs[:n] = np.maximum(arena_refs[:n], 0)
+        arena_refs[n:] = _ABSENT
         while self.arrays.n_arenas and not self.size_of(last := self.arrays.n_arenas - 1):
             self.arrays.drop_last_arena()
             self._refs, self._lives = self._refs[: last * step], self._lives[: last * step]
         self._n_absent = int((self._refs < 0).sum())
 
     def move(self, source: PageIds, target: PageIds) -> None:
-        """Let free pages `target` (n,) be the live pages `source` (n,), which are free then; holders follow later."""
+        """Move live pages `source` (n,) to free pages `target` (n,); holders follow later."""
         self.arrays.copy_pages(source, target)
         self._refs[target], self._lives[target] = self._refs[source], self._lives[source]
         self._refs[source] = 0
 
     def check_integrity(self, holders: list[PageIds] | None = None) -> None:
-        """Assert the pool's invariants; with `holders` (all tables' page ids), that the counts are exactly theirs."""
+        """Assert the pool's invariants.
+
+        Args:
+            holders: Page ids of all tables, to assert that the counts are exactly theirs.
+        """
         assert int((self._refs < 0).sum()) == self._n_absent, "negative reference count"
         assert self.n_pages == sum(len(arena) for arena in self.arrays.arrays[0]), "counts and arenas disagree"
         assert self.limit_bytes is None or self.nbytes <= self.limit_bytes, "more bytes than the limit allows"
@@ -289,30 +314,30 @@ class RefCountedPool(Generic[A]):
             assert (counted == np.maximum(self._refs, 0)).all(), "a page leaked or was freed while held"
 
     def _count(self, ids: PageIds, more: int) -> None:
-        """Let each page have `more` holders for each time that it is named."""
+        """Give each page `more` holders for each time that it is named."""
         if len(ids) < len(self._refs) // MANY:
             np.add.at(self._refs, ids, more)
         else:
             self._refs += more * np.bincount(ids, minlength=len(self._refs)).astype(np.int32)
 
     def _grow(self, missing: int) -> int:
-        """Have more free pages, of which `missing` are wanted; returns how many more."""
+        """Allocate free pages, if possible `missing`; return how many."""
         n = self._in_arenas(missing)
         if self.limit_bytes is not None and not self.pinned:
-            held = self.nbytes if self.account is None else self.account.nbytes
-            n = n if held + n * self.page_bytes <= self.limit_bytes else missing
+            used_bytes = self.nbytes if self.memory_limit is None else self.memory_limit.nbytes
+            n = n if used_bytes + n * self.page_bytes <= self.limit_bytes else missing
         self._extend_by(n)
         return n
 
     def _in_arenas(self, missing: int) -> int:
-        """Pages by which it grows where `missing` are wanted: whole arenas, as far as the limit goes."""
+        """Return the pages to add if `missing` are needed: whole arenas, if the limit allows it."""
         step = self.arrays.pages_per_arena
         gap = self._gap()[1]
         pages = gap + -(-max(0, missing - gap) // step) * step
         return pages if self.max_pages is None else max(min(pages, self.max_pages - self.n_pages), missing)
 
     def _gap(self) -> tuple[int, int]:
-        """The arena that is shorter than the others, and how many pages it lacks; (0, 0): there is none."""
+        """Return the number of a shorter arena and how many pages it lacks; (0, 0) for none."""
         step = self.arrays.pages_per_arena
         if not self._n_absent or self.pinned:
             return 0, 0
@@ -320,7 +345,7 @@ class RefCountedPool(Generic[A]):
         return next(((number, step - n) for number, n in enumerate(sizes) if 0 < n < step), (0, 0))
 
     def _extend_by(self, n: int) -> None:
-        """Have `n` more pages, which are free."""
+        """Add `n` free pages."""
         step = self.arrays.pages_per_arena
         with self.arrays.changing():
             arena, gap = self._gap()
@@ -329,29 +354,29 @@ class RefCountedPool(Generic[A]):
                 n -= min(n, gap)
             empty = [number for number in range(self.arrays.n_arenas) if not self.size_of(number)]
             while n > 0:
-                own = min(n, step)
+                size = min(n, step)
                 if empty:
-                    self.resize(empty.pop(0), own)
+                    self.resize(empty.pop(0), size)
                 else:
-                    self.arrays.add_arena(own)
+                    self.arrays.add_arena(size)
                     self._add_ids(step)
-                    self._refs[len(self._refs) - step + own :] = _ABSENT
-                    self._n_absent += step - own
-                n -= own
+                    self._refs[len(self._refs) - step + size :] = _ABSENT
+                    self._n_absent += step - size
+                n -= size
 
     def _add_ids(self, n: int) -> None:
-        """Count the holders of `n` more pages, which are free."""
+        """Count the holders of `n` more free pages."""
         self._refs = np.concatenate([self._refs, np.zeros(n, dtype=np.int32)])
         self._lives = np.concatenate([self._lives, np.zeros(n, dtype=np.int64)])
 
 
-def arena_bytes_on(device: torch.device, account: Limit | None) -> int:
-    """Bytes of an arena of a pool on a device, whose limit is `account`; None: it has none."""
+def arena_bytes_on(device: torch.device, memory_limit: Limit | None) -> int:
+    """Return the bytes of an arena of a pool on a device, under a limit or none."""
     if device.type == "cpu":
-        return ARENA_BYTES if account is None else account.arena_bytes
-    return DEVICE_ARENA_BYTES if account is None else account.device_arena_bytes
+        return ARENA_BYTES if memory_limit is None else memory_limit.arena_bytes
+    return DEVICE_ARENA_BYTES if memory_limit is None else memory_limit.device_arena_bytes
 
 
 def pages_per_arena(page_bytes: int, arena_bytes: int = ARENA_BYTES) -> int:
-    """The largest power of two of pages that an arena of `arena_bytes` bytes holds, at least 1."""
+    """Return the largest power of two of pages that fits `arena_bytes` bytes, at least 1."""
     return 1 << (max(1, arena_bytes // page_bytes).bit_length() - 1)

@@ -15,10 +15,15 @@ Ints = npt.NDArray[np.int32]
 
 
 class RegionLengths:
-    """(R,) int32 lengths: the host's, and their copy on a device (on the CPU the two are one memory).
+    """Lengths of regions, (R,) int32, on the host and in a copy on a device.
+
+    On the CPU the two are one memory.
+
+    Args:
+        lens: Lengths, (R,).
 
     Attributes:
-        behind: the device's lengths are newer than the host's, which are read from it when next needed.
+        behind: Whether the device's lengths are newer than the host's, which are copied from it when next needed.
     """
 
     def __init__(self, lens: Ints) -> None:
@@ -28,31 +33,31 @@ class RegionLengths:
 
     @property
     def host(self) -> Ints:
-        """(R,) the lengths on the host, to read and to write in place; the device has them after `publish`."""
+        """Lengths on the host, (R,), to read and to write in place; `publish` copies them to the device."""
         if self.behind:
             self._host[:], self.behind = self._there.cpu().numpy(), False
         return self._host
 
     def publish(self, device: torch.device) -> Tensor:
-        """(R,) the host's lengths on the device, which a kernel may write to."""
+        """Return the host's lengths on the device, (R,), which a kernel may write to."""
         self._there = torch.from_numpy(self.host).to(device)
         return self._there
 
     def select(self, regions: npt.NDArray[np.int64]) -> None:
-        """Become the lengths of the given regions, in this order."""
+        """Keep the lengths of the given regions, in this order."""
         self._host = self.host[regions]
 
     def join(self, other: RegionLengths) -> None:
-        """Take over the lengths of another table's regions, after these."""
+        """Take the lengths of another table's regions, after these."""
         self._host = np.concatenate([self.host, other.host])
 
     def copy(self) -> RegionLengths:
-        """The same lengths, not yet published."""
+        """Return a copy that is not yet published."""
         return RegionLengths(self.host.copy())
 
 
 class RegionBudgets(NamedTuple):
-    """The host's numbers, written in place; the device has them after `publish`."""
+    """Budgets of regions on the host, written in place; `publish` copies them to the device."""
 
     capacities: Ints  #: (R,) int32 most entries a region may hold
     recent: Ints  #: (R,) int32 how many newest positions are protected
@@ -60,20 +65,23 @@ class RegionBudgets(NamedTuple):
 
     @classmethod
     def unbounded(cls, n: int) -> RegionBudgets:
-        """Of `n` regions that may hold any number of entries."""
+        """Return the budgets of `n` regions that may hold any number of entries."""
         return cls(np.full(n, UNBOUNDED, dtype=np.int32), np.zeros(n, dtype=np.int32), np.zeros(n, dtype=np.int64))
 
     def publish(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Capacities, recent and head rules (R,) on the device: new tensors, by which a change can be seen."""
+        """Return capacities, recent and head rules (R,) on the device.
+
+        They are new tensors, by which a change can be seen.
+        """
         capacities, recent, head_rules = (torch.from_numpy(numbers).to(device) for numbers in self)
         return capacities, recent, head_rules
 
     def select(self, regions: npt.NDArray[np.int64]) -> RegionBudgets:
-        """Those of the given regions, in this order."""
+        """Return the budgets of the given regions, in this order."""
         return RegionBudgets(self.capacities[regions], self.recent[regions], self.head_rules[regions])
 
     def join(self, other: RegionBudgets) -> RegionBudgets:
-        """Those of another table's regions after these."""
+        """Return these budgets, then those of another table's regions."""
         return RegionBudgets(
             np.concatenate([self.capacities, other.capacities]),
             np.concatenate([self.recent, other.recent]),
@@ -81,5 +89,5 @@ class RegionBudgets(NamedTuple):
         )
 
     def copy(self) -> RegionBudgets:
-        """The same numbers in arrays of their own."""
+        """Return a copy in arrays of its own."""
         return RegionBudgets(self.capacities.copy(), self.recent.copy(), self.head_rules.copy())

@@ -13,53 +13,57 @@ Mask = npt.NDArray[np.bool_]
 
 
 def spare_pages(pool: RefCountedPool[Any], keep: int) -> int:
-    """Pages that `give_back` can give back if `keep` free ones stay, as far as live ones can move."""
+    """Return how many pages `give_back` can free if `keep` free ones stay.
+
+    Live pages that can move do not count against it.
+    """
     return 0 if pool.pinned else max(0, pool.n_free - keep)
 
 
 def give_back(pool: RefCountedPool[Any], n: int) -> int:
-    """Give the memory of `n` of the free pages back; live pages move out of its way, and their holders follow.
+    """Return the memory of up to `n` free pages; live pages move out of its way.
 
-    A page that some unknown holder holds too does not move, nor does its arena.
+    Their holders follow. A page that an unknown holder has too does not move, nor does its arena.
 
     Returns:
-        How many pages it was: fewer where such pages are in the way.
+        How many pages were freed: fewer than `n` if such pages are in the way.
     """
     return _Repacking(pool).give_back(n)
 
 
 class _Repacking:
-    """One change of the places of a pool's pages.
+    """One change of the ids of a pool's pages.
 
     Attributes:
-        places: (n,) where each page is now. fixed: (n,) whether it can move.
+        new_ids: (n,) current id of each page.
+        fixed: (n,) whether it cannot move.
     """
 
     def __init__(self, pool: RefCountedPool[Any]) -> None:
         self.pool, self.step = pool, pool.arrays.pages_per_arena
-        self.places: PageIds = np.arange(pool.end, dtype=np.int32)
-        held = np.zeros(pool.end, dtype=np.int64)
+        self.new_ids: PageIds = np.arange(pool.end, dtype=np.int32)
+        n_known_holders = np.zeros(pool.end, dtype=np.int64)
         for holder in pool.holders:
             for ids in holder.held_in(pool):
-                np.add.at(held, ids, 1)
-        refs = pool.refs(self.places)
-        self.fixed: Mask = (refs > 0) & (held != refs)
+                np.add.at(n_known_holders, ids, 1)
+        refs = pool.refs(self.new_ids)
+        self.fixed: Mask = (refs > 0) & (n_known_holders != refs)
 
     def give_back(self, n: int) -> int:
-        left = min(n, self.pool.n_free)
-        given = 0
-        while left > given:
-            gone = self._shorten_one(left - given)
-            if not gone:
+        n_missing = min(n, self.pool.n_free)
+        freed = 0
+        while n_missing > freed:
+            n_pages = self._shorten_one(n_missing - freed)
+            if not n_pages:
                 break
-            given += gone
-        if (self.places != np.arange(len(self.places))).any():
+            freed += n_pages
+        if (self.new_ids != np.arange(len(self.new_ids))).any():
             for holder in list(self.pool.holders):
-                holder.follow(self.pool, self.places)
-        return given
+                holder.follow(self.pool, self.new_ids)
+        return freed
 
     def _shorten_one(self, n: int) -> int:
-        """Give at most `n` pages of one arena back, all of it if that is not more; returns how many."""
+        """Free at most `n` pages of one arena, all of it if that is not more; return how many."""
         holders = self.pool.by_arena()
         arena = self._choose(n, holders)
         if arena is None:
@@ -72,22 +76,22 @@ class _Repacking:
         return size - keep
 
     def _choose(self, n: int, holders: npt.NDArray[np.int32]) -> int | None:
-        """The arena with the fewest live pages among those that may become shorter; None: there is none.
+        """Return the arena with the fewest live pages that may become shorter, or None.
 
-        The one that is shorter already comes before others that would become shorter too, and the first one last.
+        An arena that is shorter already comes before others that would become shorter too, and the first arena last.
         """
         sizes, live = (holders >= 0).sum(1), (holders > 0).sum(1)
         fixed = self.fixed[: self.pool.end].reshape(holders.shape).any(1)
-        may = (sizes > 0) & ~fixed
-        may[0] &= int(np.count_nonzero(sizes)) == 1
-        found = np.flatnonzero(may)
-        if not len(found):
+        is_candidate = (sizes > 0) & ~fixed
+        is_candidate[0] &= int(np.count_nonzero(sizes)) == 1
+        candidates = np.flatnonzero(is_candidate)
+        if not len(candidates):
             return None
-        order = np.lexsort((live[found], sizes[found] == self.step, sizes[found] > n))
-        return int(found[order[0]])
+        order = np.lexsort((live[candidates], sizes[candidates] == self.step, sizes[candidates] > n))
+        return int(candidates[order[0]])
 
     def _move(self, pages: PageIds, arena: int, end: int) -> None:
-        """Move pages of an arena to free ones elsewhere, or in it before `end`."""
+        """Move pages of an arena to free ones in other arenas, or in it before `end`."""
         if not len(pages):
             return
         refs = self.pool.refs(np.arange(self.pool.end, dtype=np.int32))
@@ -95,6 +99,6 @@ class _Repacking:
         free[end : (arena + 1) * self.step] = False
         target = np.flatnonzero(free)[: len(pages)].astype(np.int32)
         self.pool.move(pages, target)
-        step = np.arange(len(self.places), dtype=np.int32)
-        step[pages] = target
-        self.places = step[self.places]
+        moves = np.arange(len(self.new_ids), dtype=np.int32)
+        moves[pages] = target
+        self.new_ids = moves[self.new_ids]

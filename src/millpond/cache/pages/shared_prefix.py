@@ -1,7 +1,7 @@
 """Runs of pages that several sequences of a batch begin with, attended to once for all of them.
 
 The two-phase partition of ChunkAttention (Ye et al., 2024, section 3.2): queries of all sharers meet a shared run
-together, then each sequence decodes over what is its own, and the parts are put together by their log-sum-exp.
+together, then each sequence decodes over its own pages, and the parts are merged by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MIN_SHARED_ENTRIES = 512
 
 
 class SharedRun(NamedTuple):
-    """Full pages begin .. end - 1 of each head, the same for all `members` (ascending sequences)."""
+    """Full pages begin .. end - 1 of each head, shared by all `members` (ascending sequences)."""
 
     members: tuple[int, ...]
     begin: int
@@ -31,24 +31,32 @@ class SharedRun(NamedTuple):
 
 
 class SharedPrefixRuns:
-    """The runs of one table as it is now.
+    """Runs of one table in its current state.
+
+    Args:
+        runs: Runs; those of a sequence follow each other, and its own pages follow the last one.
+        ids: Page ids, (S, Hkv, n).
+        arrays: Memory of the pages.
 
     Attributes:
-        runs: those of a sequence follow each other, and its own pages follow the last one.
-        own: (R, n) int32, the pages after the runs. taken: (R,) int32, entries in runs. On the device of the pages.
+        runs: Runs, as given.
+        own_pages: Pages after the runs, (R, n) int32, on the device of the pages.
+        shared_lens: Entries in runs, (R,) int32, on the device of the pages.
     """
 
     def __init__(self, runs: list[SharedRun], ids: npt.NDArray[np.int32], arrays: PageArrays) -> None:
         self.runs = runs
         self._arrays = arrays
         n_kv_heads, device = ids.shape[1], arrays.device
-        taken = np.zeros((len(ids), 1, 1), dtype=np.int32)
+        shared_pages = np.zeros((len(ids), 1, 1), dtype=np.int32)
         for run in runs:
-            taken[list(run.members)] = run.end
+            shared_pages[list(run.members)] = run.end
         last = ids.shape[2] - 1
-        own = np.take_along_axis(ids, np.minimum(np.arange(last + 1) + taken, last), 2)
-        self.own = torch.from_numpy(own).flatten(0, 1).to(device)
-        self.taken = torch.from_numpy((taken[:, 0] * arrays.slots).repeat(n_kv_heads, 1).ravel()).to(device)
+        own_pages = np.take_along_axis(ids, np.minimum(np.arange(last + 1) + shared_pages, last), 2)
+        self.own_pages = torch.from_numpy(own_pages).flatten(0, 1).to(device)
+        self.shared_lens = torch.from_numpy((shared_pages[:, 0] * arrays.slots).repeat(n_kv_heads, 1).ravel()).to(
+            device
+        )
         self._calls = [  # of each run: whose queries, which pages (Hkv, n), how many entries (Hkv,)
             (
                 torch.tensor(members, device=device),
@@ -60,34 +68,39 @@ class SharedPrefixRuns:
 
     @classmethod
     def of(cls, ids: npt.NDArray[np.int32], full: npt.NDArray[np.int32], arrays: PageArrays) -> SharedPrefixRuns | None:
-        """The runs that are worth it, if there are any.
+        """Return the runs that save enough reading; None if there are none.
 
         Args:
-            ids: (S, Hkv, n) page ids. full: (S,) leading pages that are full in every head. arrays: their memory.
+            ids: Page ids, (S, Hkv, n).
+            full: Leading pages that are full in every head, (S,).
+            arrays: Memory of the pages.
         """
         runs = list(_runs(ids, full, tuple(range(len(ids))), 0, arrays.slots))
         return cls(runs, ids, arrays) if runs else None
 
     def attend(self, q: Tensor, out: Tensor, lse: Tensor, shape: AttentionShape) -> Tensor:
-        """What queries q (S, Hq, key_dim) find in the runs, put together with what they found elsewhere.
+        """Attend to the runs and merge the result with the attention to other pages.
 
         Args:
-            out: (S, Hq, value_dim) of q's dtype, contiguous; used up. lse: (S, Hq) float32; becomes that of all.
+            q: Queries, (S, Hq, key_dim).
+            out: Attention to other pages, (S, Hq, value_dim), of q's dtype, contiguous; overwritten.
+            lse: Its log-sum-exp, (S, Hq) float32; becomes that of all entries.
+            shape: Scale, soft cap and window of the layer.
 
         Returns:
-            (S, Hq, value_dim), of q's dtype: several runs are put together in float32.
+            (S, Hq, value_dim), of q's dtype: several runs are merged in float32.
         """
-        together = out if len(self._calls) == 1 else out.float()
+        merged = out if len(self._calls) == 1 else out.float()
         for members, pages, lens in self._calls:
             shared = PageRegions(self._arrays, pages, lens)
-            ops.attend(AttendArgs(q, shared, shape.scale, shape.softcap, members, (together, lse)))
-        return together.to(out.dtype)
+            ops.attend(AttendArgs(q, shared, shape.scale, shape.softcap, members, (merged, lse)))
+        return merged.to(out.dtype)
 
 
 def _runs(
     ids: npt.NDArray[np.int32], full: npt.NDArray[np.int32], members: tuple[int, ...], begin: int, slots: int
 ) -> Iterator[SharedRun]:
-    """The runs of `members`, who share everything before page `begin`."""
+    """Yield the runs of `members`, which share everything before page `begin`."""
     groups: dict[bytes, list[int]] = {}
     for s in members:
         if full[s] > begin:
@@ -95,9 +108,9 @@ def _runs(
     for group in groups.values():
         if len(group) < 2:
             continue
-        most = int(full[group].min())
-        alike = (ids[group, :, begin:most] == ids[group[:1], :, begin:most]).all((0, 1))
-        end = most if alike.all() else begin + int(alike.argmin())
+        max_pages = int(full[group].min())
+        is_shared = (ids[group, :, begin:max_pages] == ids[group[:1], :, begin:max_pages]).all((0, 1))
+        end = max_pages if is_shared.all() else begin + int(is_shared.argmin())
         if (len(group) - 1) * (end - begin) * slots >= MIN_SHARED_ENTRIES:
             yield SharedRun(tuple(group), begin, end)
             yield from _runs(ids, full, tuple(group), end, slots)

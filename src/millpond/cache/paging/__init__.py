@@ -1,4 +1,4 @@
-"""One file per paging rule: which page of a full cache is evicted. A new file registers itself."""
+"""Paging rules, one file per rule: which page of a full cache is evicted. A new file registers itself."""
 
 from millpond.cache.paging.rule import PagingRule
 from millpond.registry import Registry
@@ -12,5 +12,5 @@ paging_rule = PAGING.register
 
 
 def list_paging_rules() -> list[str]:
-    """The names of all paging rules, sorted: those of this package and those that installed packages add."""
+    """Return the sorted names of all paging rules, those of installed packages included."""
     return PAGING.names()

@@ -14,10 +14,10 @@ _USUAL = "lru"
 
 
 def rule_name(choice: bool | str) -> str | None:
-    """The name of a rule; None where there is to be no cache.
+    """Return the name of a rule; None for no cache.
 
     Args:
-        choice: a name; True for "lru", False for none.
+        choice: A name; True for "lru", False for none.
 
     Example:
         >>> rule_name(True), rule_name("learned"), rule_name(False)
@@ -29,14 +29,16 @@ def rule_name(choice: bool | str) -> str | None:
 
 
 def rule_named(choice: bool | str, pager: str | PathLike[str] | None = None) -> PagingRule | None:
-    """A rule for a cache that begins empty; None where there is to be no cache.
+    """Return a rule for a cache that begins empty; None for no cache.
 
     Args:
-        choice: see `rule_name`. pager: file of the predictor of rules that have one; None: that of the package.
+        choice: See `rule_name`.
+        pager: File of the predictor of rules that have one; None for that of the package.
 
     Raises:
         OptionError: an unknown rule (with a suggestion), one that needs the future, or a pager without a rule that
-            takes one. DataError: a pager that cannot be read.
+            takes one.
+        DataError: a pager that cannot be read.
     """
     name = rule_name(choice)
     if name is None:
@@ -44,10 +46,10 @@ def rule_named(choice: bool | str, pager: str | PathLike[str] | None = None) -> 
             raise OptionError(f'pager={fspath(pager)!r} needs a prefix cache that predicts: prefix_cache="learned"')
         return None
     if name == _REPLAY:
-        others = ", ".join(other for other in PAGING.names() if other != _REPLAY)
+        other_rules = ", ".join(other for other in PAGING.names() if other != _REPLAY)
         raise OptionError(
             f"paging rule {name!r} must know when each page is used next, which only a replay does (millpond bench "
-            f"paging); choose one of {others}"
+            f"paging); choose one of {other_rules}"
         )
     entry = PAGING.get(name)
     if pager is None:

@@ -13,8 +13,8 @@ from millpond.cache.paging.predictor import PredictedBits
 from millpond.cache.paging.rule import PageFacts, PagingRule
 from millpond.option_files import FILE
 
-_NOTHING = -1
-#: Accesses over which "lately" reaches, as a multiple of the pages of the cache.
+_NONE = -1
+#: Accesses that count as "lately", as a multiple of the pages of the cache.
 _MEMORY = 2.0
 #: Misses that the other rule must have been better by, as a multiple of the pages of the cache.
 _MARGIN = 0.02
@@ -23,16 +23,22 @@ SLACK = 0.01
 
 
 class FollowTheBetter(PagingRule):
-    """Two directories run LRU and "discarded pages first, then LRU"; the one with fewer misses lately is followed.
+    """Rule that follows the better of LRU and "discarded pages first, then LRU".
 
-    It follows by evicting pages that the leader does not hold. It leaves LRU only while its misses are at most 1.01
-    times LRU's, and returns as soon as they exceed that by the pages of the cache; a return costs as many misses once
-    more. So its misses are at most 1.01 times LRU's, plus twice the pages of the cache, whatever the bits are.
+    Two directories run these rules; the one with fewer misses lately is followed, by evicting pages that it does not
+    hold. The rule leaves LRU only while its misses are at most 1.01 times LRU's, and returns as soon as they exceed
+    that by the pages of the cache; a return costs as many misses once more. So its misses are at most 1.01 times LRU's,
+    plus twice the pages of the cache, whatever the bits are.
 
-    Pages that the cache does not hold, but a directory does, are remembered by number and key alone.
+    Pages that a directory holds, but not the cache, are remembered by number and key alone.
+
+    Args:
+        bits: Discard bits of accesses.
 
     Attributes:
-        lru: what LRU would hold. misses: of the cache. switches: changes of the leader.
+        lru: Pages that LRU would hold.
+        misses: Misses of the cache.
+        switches: Changes of the leader.
     """
 
     name = "learned"
@@ -47,14 +53,14 @@ class FollowTheBetter(PagingRule):
         self._allowed = bytearray()  # by page
         self._outside: deque[int] = deque()  # numbers that the leader does not hold
         self._n_pages = 0
-        self._most: int | None = None  # pages that directories hold
+        self._max_pages: int | None = None  # pages that directories hold
         self._follows_bits = False
         self._lead = 0.0  # misses that LRU had lately and bits had not
         self.misses = self.switches = 0
 
     @property
     def leader(self) -> PageDirectory:
-        """The directory that is followed."""
+        """Directory that is followed."""
         return self._bit if self._follows_bits else self.lru
 
     @property
@@ -65,19 +71,19 @@ class FollowTheBetter(PagingRule):
     def touch(self, page: int, facts: PageFacts) -> None:
         """See `PagingRule`."""
         while page >= len(self._number_of):
-            self._number_of.append(_NOTHING)
+            self._number_of.append(_NONE)
             self._allowed.append(0)
         number = self._number_of[page]
-        if number == _NOTHING:
+        if number == _NONE:
             self.misses += 1
             self._n_pages += 1
             number = self._number_for(facts.key)
             self._number_of[page], self._page_of[number] = number, page
-        parent = _NOTHING if facts.parent == _NOTHING else self._number_of[facts.parent]
-        before = self.lru.misses - self._bit.misses
+        parent = _NONE if facts.parent == _NONE else self._number_of[facts.parent]
+        previous_lead = self.lru.misses - self._bit.misses
         self.lru.touch(number, parent)
         self._bit.touch(number, parent, self._bits.bit(facts))
-        self._lead += self.lru.misses - self._bit.misses - before
+        self._lead += self.lru.misses - self._bit.misses - previous_lead
         self._shrink()
         self._choose_leader()
 
@@ -95,7 +101,7 @@ class FollowTheBetter(PagingRule):
     def drop(self, page: int) -> None:
         """See `PagingRule`."""
         number = self._number_of[page]
-        self._number_of[page] = self._page_of[number] = _NOTHING
+        self._number_of[page] = self._page_of[number] = _NONE
         self._allowed[page] = 0
         self._n_pages -= 1
         if number in self.lru or number in self._bit:
@@ -105,13 +111,13 @@ class FollowTheBetter(PagingRule):
 
     def victim(self) -> int | None:
         """See `PagingRule`."""
-        self._most = self._bits.pages = max(self._n_pages, 1)
+        self._max_pages = self._bits.pages = max(self._n_pages, 1)
         self._shrink()
         leader = self.leader
         while True:
             while self._outside:
                 page = self._page_of[self._outside[0]]
-                if page != _NOTHING and self._allowed[page] and self._outside[0] not in leader:
+                if page != _NONE and self._allowed[page] and self._outside[0] not in leader:
                     return page
                 self._outside.popleft()
             number = leader.evict()
@@ -120,33 +126,38 @@ class FollowTheBetter(PagingRule):
             self._left_leader(number)
 
     def _choose_leader(self) -> None:
-        if self._most is None:
+        if self._max_pages is None:
             return
-        self._lead *= 1 - 1 / (_MEMORY * self._most)
+        self._lead *= 1 - 1 / (_MEMORY * self._max_pages)
         excess = self.misses - (1 + SLACK) * self.lru.misses
         if self._follows_bits:
-            change = excess >= self._most - 1 or self._lead < -_MARGIN * self._most
+            change = excess >= self._max_pages - 1 or self._lead < -_MARGIN * self._max_pages
         else:
-            change = excess <= 0 and self._lead > _MARGIN * self._most
+            change = excess <= 0 and self._lead > _MARGIN * self._max_pages
         if change:
             order = self.leader.in_order()
             self._follows_bits = not self._follows_bits
             self.switches += 1
-            self._outside = self._found_outside(order)
+            self._outside = self._evictable_outside(order)
 
-    def _found_outside(self, order: Iterator[int]) -> deque[int]:
-        """Numbers of pages that may be evicted and that the leader does not hold, in the order of the one before it."""
+    def _evictable_outside(self, order: Iterator[int]) -> deque[int]:
+        """Return the numbers of evictable pages that the leader does not hold.
+
+        They are in the order of the previous leader.
+        """
         leader, numbers = self.leader, self._number_of
-        outside = {numbers[page] for page, may in enumerate(self._allowed) if may and numbers[page] not in leader}
-        known = [number for number in order if number in outside]
-        return deque([*outside.difference(known), *known])
+        outside = {
+            numbers[page] for page, allowed in enumerate(self._allowed) if allowed and numbers[page] not in leader
+        }
+        ordered = [number for number in order if number in outside]
+        return deque([*outside.difference(ordered), *ordered])
 
     def _shrink(self) -> None:
-        """Make the directories as large as the cache, at most."""
-        if self._most is None:
+        """Make the directories at most as large as the cache."""
+        if self._max_pages is None:
             return
         for directory in (self.lru, self._bit):
-            while len(directory) > self._most and (number := directory.evict()) is not None:
+            while len(directory) > self._max_pages and (number := directory.evict()) is not None:
                 if directory is self.leader:
                     self._left_leader(number)
                 else:
@@ -154,7 +165,7 @@ class FollowTheBetter(PagingRule):
 
     def _left_leader(self, number: int) -> None:
         page = self._page_of[number]
-        if page != _NOTHING and self._allowed[page]:
+        if page != _NONE and self._allowed[page]:
             self._outside.append(number)
         else:
             self._release(number)
@@ -168,15 +179,15 @@ class FollowTheBetter(PagingRule):
             number = self._unused.pop()
         else:
             number = len(self._page_of)
-            self._page_of.append(_NOTHING)
+            self._page_of.append(_NONE)
             self.lru.grow()
             self._bit.grow()
         self._keys.note(key, number)
         return number
 
     def _release(self, number: int) -> None:
-        """Forget a number that left a directory, if neither the cache nor the other directory holds it."""
-        if self._page_of[number] == _NOTHING and number not in self.lru and number not in self._bit:
+        """Forget a number that left a directory, if no directory and not the cache holds it."""
+        if self._page_of[number] == _NONE and number not in self.lru and number not in self._bit:
             self._keys.remove(number)
             self._unused.append(number)
 
@@ -185,5 +196,8 @@ class FollowTheBetter(PagingRule):
 def learned(
     pager: Annotated[str, "file of a predictor (millpond train pager); empty: the one of the package", FILE] = "",
 ) -> PagingRule:
-    """Evict what a predictor, refitted at each request, calls safe to discard; as LRU where that was better lately."""
+    """Evict pages that a predictor calls safe to discard; as LRU where that was better lately.
+
+    The predictor is refitted at each request.
+    """
     return FollowTheBetter(PredictedBits.of_file(pager))

@@ -20,13 +20,13 @@ _QUANTUM_BITS = 4
 
 
 class DiscardLabels:
-    """Counts how many pages the best rule holds at each time, as OPTgen does (Jain and Lin, 2016).
+    """Count of the pages that the best rule holds at each time: OPTgen (Jain and Lin, 2016).
 
     A page that is used again is a hit of the best rule if from its last use until now a place was free at every time;
     then it takes that place. Costs one look at the counts in between, at most `window` / 16 numbers of 4 bytes.
 
     Args:
-        window: accesses that are looked back at, a multiple of 16.
+        window: Accesses that are looked back at, a multiple of 16.
     """
 
     def __init__(self, window: int) -> None:
@@ -35,17 +35,20 @@ class DiscardLabels:
         self._begin = 0  # of the counts, in quanta
 
     def discards(self, last: int, now: int, pages: int | None) -> bool:
-        """Whether the best rule of a cache of `pages` pages (None: any number) evicts a page used at `last` and `now`.
+        """Whether the best rule evicts a page between its uses at `last` and `now`.
 
-        last, now: numbers of accesses, less than `window` apart; `now` never goes back.
+        Args:
+            last: Number of the previous access, less than `window` before `now`.
+            now: Number of this access; it never decreases.
+            pages: Pages of the cache; None for any number.
         """
-        first, end = (last >> _QUANTUM_BITS), (now >> _QUANTUM_BITS)
-        if end - self._begin > len(self._held):
-            self._forget(end)
-        held = self._held[max(first - self._begin, 0) : end - self._begin]
-        if pages is not None and held.size and held.max() >= pages:
+        first_quantum, end_quantum = (last >> _QUANTUM_BITS), (now >> _QUANTUM_BITS)
+        if end_quantum - self._begin > len(self._held):
+            self._forget(end_quantum)
+        counts = self._held[max(first_quantum - self._begin, 0) : end_quantum - self._begin]
+        if pages is not None and counts.size and counts.max() >= pages:
             return True
-        held += 1
+        counts += 1
         return False
 
     def _forget(self, now: int) -> None:
@@ -72,25 +75,30 @@ STEPS = {
 }
 N_FEATURES, N_WEIGHTS = len(STEPS), sum(STEPS.values())
 #: The first weight of each number.
-FIRST = tuple(sum(list(STEPS.values())[:at]) for at in range(N_FEATURES))
-_DEPTH, _LENGTH, _REST, _ACCESSES, _GAP, _GAP_BEFORE, _KNOWN, _NEW, _IS_KNOWN, _BEYOND, _WITHIN = FIRST
+FIRST_WEIGHT = tuple(sum(list(STEPS.values())[:at]) for at in range(N_FEATURES))
+_DEPTH, _LENGTH, _REST, _ACCESSES, _GAP, _GAP_BEFORE, _KNOWN, _NEW, _IS_KNOWN, _BEYOND, _WITHIN = FIRST_WEIGHT
 #: Steps from this number of accesses on are one.
-MOST_ACCESSES = STEPS["accesses"] - 1
+MAX_ACCESSES = STEPS["accesses"] - 1
 #: Steps of a gap, the first for none.
 _GAP_STEPS = STEPS["gap"]
 
 
 def gap_step(gap: int) -> int:
-    """Step of a gap between two accesses of a page, counted in accesses of all pages: 1 up to 127, 2 up to 255, ..."""
+    """Return the step of a gap between two accesses of a page: 1 up to 127, 2 up to 255, ...
+
+    The gap is counted in accesses of all pages.
+    """
     return min(max(gap.bit_length() - 6, 1), _GAP_STEPS - 1)
 
 
 def steps_of(facts: PageFacts, accesses: int, gap: int, gap_before: int) -> tuple[int, ...]:
-    """Which weight each number of an access takes: N_FEATURES places in N_WEIGHTS weights.
+    """Return the weight of each number of an access: N_FEATURES indices below N_WEIGHTS.
 
     Args:
-        accesses: of this page before, at most MOST_ACCESSES. gap: step of the time since the last one, 0 for none.
-        gap_before: of the one before.
+        facts: Facts of the access.
+        accesses: Accesses of this page before, at most MAX_ACCESSES.
+        gap: Step of the time since the last one, 0 for none.
+        gap_before: Step of the time before that.
     """
     _, _, _, depth, length, known, _, _ = facts
     beyond = depth - known
@@ -110,7 +118,7 @@ def steps_of(facts: PageFacts, accesses: int, gap: int, gap_before: int) -> tupl
 
 
 def _log(number: int) -> int:
-    """0 for 0, 1 for 1, 2 for 2 and 3, ..., 11 from 1,024 on."""
+    """Return 0 for 0, 1 for 1, 2 for 2 and 3, ..., 11 from 1,024 on."""
     return min(number.bit_length(), 11)
 
 
@@ -119,7 +127,7 @@ WINDOW = 1 << 17
 #: Accesses of one step of the fit, drawn from the window: about 0.1 ms.
 _BATCH = 256
 #: Accesses seen before weights move.
-_WARM = 2 * _BATCH
+_MIN_SEEN = 2 * _BATCH
 _RATE = 0.5
 #: Label of an access whose page was not used again so far.
 _OPEN = -1.0
@@ -127,11 +135,14 @@ Weights = npt.NDArray[np.float32]
 
 
 class DiscardPredictor:
-    """Log odds that the best rule evicts a page before its next use: the sum of the weights of its features.
+    """Log odds that the best rule evicts a page before its next use.
+
+    They are the sum of the weights of its features.
 
     Args:
-        weights: N_WEIGHTS to begin with, copied. learns: whether they are fitted to what is seen.
-        seed: of the choice of accesses to fit to.
+        weights: N_WEIGHTS initial weights, copied.
+        learns: Whether they are fitted to accesses.
+        seed: Seed of the choice of accesses to fit to.
     """
 
     def __init__(self, weights: Weights, *, learns: bool = True, seed: int = 0) -> None:
@@ -148,11 +159,11 @@ class DiscardPredictor:
 
     @property
     def weights(self) -> Weights:
-        """A copy of the weights as they are."""
+        """Copy of the current weights."""
         return self._weights.astype(np.float32)
 
     def log_odds(self, steps: tuple[int, ...]) -> float:
-        """Log odds that the page of an access with these features is safe to discard."""
+        """Return the log odds that the page of an access with these features is safe to discard."""
         table = self._table
         a, b, c, d, e, f, g, h, i, j, k = steps
         return (
@@ -170,10 +181,13 @@ class DiscardPredictor:
         )
 
     def seen(self, now: int, steps: tuple[int, ...], last: int | None, pages: int | None) -> None:
-        """Note an access: its features, and what it tells about the access of the same page before.
+        """Record an access: its features, and the label of the previous access of the page.
 
-        now: its number. last: that of the access before, less than WINDOW before; None: there was none. pages: of the
-        cache; None: no end was met.
+        Args:
+            now: Number of the access.
+            steps: Features of the access, see `steps_of`.
+            last: Number of the previous access, less than WINDOW before; None if there was none.
+            pages: Pages of the cache; None if it was never full.
         """
         if not self._learns:
             return
@@ -184,18 +198,18 @@ class DiscardPredictor:
         self._seen, self._pages = now + 1, pages
 
     def fit(self) -> None:
-        """One step of the fit, on accesses drawn from the window.
+        """Run one step of the fit, on accesses drawn from the window.
 
         A page that was not used again counts as discarded once as many accesses have passed as the cache has pages;
         younger ones are left out.
         """
-        if not self._learns or self._pages is None or self._seen < _WARM:
+        if not self._learns or self._pages is None or self._seen < _MIN_SEEN:
             return
-        chosen = self._random.integers(0, min(self._seen, WINDOW), _BATCH)
-        discards = self._discards[chosen]
-        decided = (discards != _OPEN) | ((self._seen - 1 - chosen) % WINDOW >= self._pages)
+        sampled = self._random.integers(0, min(self._seen, WINDOW), _BATCH)
+        discards = self._discards[sampled]
+        decided = (discards != _OPEN) | ((self._seen - 1 - sampled) % WINDOW >= self._pages)
         if decided.any():
-            self._move(self._features[chosen[decided]], np.abs(discards[decided]))
+            self._move(self._features[sampled[decided]], np.abs(discards[decided]))
             self._table = self._weights.tolist()
 
     def _move(self, steps: npt.NDArray[np.uint8], discards: npt.NDArray[np.float32]) -> None:
@@ -205,25 +219,31 @@ class DiscardPredictor:
 
 
 def log_odds_of(weights: npt.NDArray[np.float64], steps: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
-    """Log odds of many accesses at once: steps (accesses, N_FEATURES)."""
+    """Return the log odds of many accesses at once: steps (accesses, N_FEATURES)."""
     return np.asarray(weights[steps].sum(1))
 
 
 def slope(
     weights: npt.NDArray[np.float64], steps: npt.NDArray[np.uint8], discards: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.float64]:
-    """Gradient of the mean logistic loss of accesses: steps (accesses, N_FEATURES), discards (accesses,) of 0 and 1."""
+    """Return the gradient of the mean logistic loss of accesses.
+
+    Args:
+        weights: Weights, (N_WEIGHTS,).
+        steps: Features, (accesses, N_FEATURES).
+        discards: Labels of 0 and 1, (accesses,).
+    """
     wrong = 1 / (1 + np.exp(-log_odds_of(weights, steps))) - discards
     return np.bincount(steps.ravel(), np.repeat(wrong, N_FEATURES), minlength=N_WEIGHTS) / len(steps)
 
 
 def save_weights(file: Path, weights: Weights, note: str) -> None:
-    """Write weights with the layout of their features. note: what they were fitted on."""
+    """Write weights with the layout of their features; `note` says what they were fitted on."""
     save_file({"weights": weights.astype(np.float32)}, file, {"format": _FORMAT, "fitted_on": note})
 
 
 def load_weights(file: Path) -> Weights:
-    """Weights that `save_weights` wrote.
+    """Return the weights that `save_weights` wrote.
 
     Raises:
         DataError: the file cannot be read, or holds no weights for these features.
@@ -233,9 +253,9 @@ def load_weights(file: Path) -> Weights:
     except (OSError, SafetensorError) as error:
         raise DataError(f"pager {file}: cannot be read: {error}; make one with millpond train pager") from None
     if weights is None or weights.shape != (N_WEIGHTS,) or not np.isfinite(weights).all():
-        found = "none" if weights is None else f"{weights.shape}"
+        shape = "none" if weights is None else f"{weights.shape}"
         raise DataError(
-            f"pager {file}: weights {found} must be {N_WEIGHTS} finite numbers; make one with millpond train pager"
+            f"pager {file}: weights {shape} must be {N_WEIGHTS} finite numbers; make one with millpond train pager"
         )
     return weights.astype(np.float32)
 
@@ -244,11 +264,13 @@ _FORMAT = "millpond pager 1: " + " ".join(f"{name}={steps}" for name, steps in S
 
 
 class Past(NamedTuple):
-    """A page before an access.
+    """History of a page before an access.
 
     Attributes:
-        accesses: before, 9 for more. last: number of the last one, None: there was none. gap: step of the time since.
-        gap_before: step of the one before.
+        accesses: Accesses before, 9 for more.
+        last: Number of the last one; None if there was none.
+        gap: Step of the time since.
+        gap_before: Step of the time before that.
     """
 
     accesses: int
@@ -258,9 +280,10 @@ class Past(NamedTuple):
 
 
 class AccessHistory:
-    """Pages of the last `window` accesses, held by the cache or not: at most 22 bytes for each access of the window.
+    """Pages of the last `window` accesses, whether the cache holds them or not.
 
-    Accesses have slots in turn, and a page is filed under that of its last access.
+    At most 22 bytes for each access of the window. Accesses have slots in turn, and a page is filed under the slot of
+    its last access.
     """
 
     def __init__(self, window: int) -> None:
@@ -270,7 +293,7 @@ class AccessHistory:
         self.clock = 0
 
     def access(self, key: int) -> Past:
-        """Note an access, the `clock`-th, and return what was known before."""
+        """Record an access, the `clock`-th, and return the history before it."""
         now, slot = self.clock, self.clock % self._window
         self.clock += 1
         earlier = self._slots.get(key)
@@ -290,7 +313,7 @@ class AccessHistory:
             self._slots.move(earlier, slot)
             self._accesses[earlier] = 0
         self._gaps[slot] = past.gap
-        self._accesses[slot] = min(past.accesses + 1, MOST_ACCESSES)
+        self._accesses[slot] = min(past.accesses + 1, MAX_ACCESSES)
         return past
 
 
@@ -300,10 +323,13 @@ _SHIPPED = Path(__file__).parent / "pager.safetensors"
 
 
 class PredictedBits:
-    """Bits of accesses: those that come with the facts, otherwise those of the predictor.
+    """Bits of accesses: those of the facts if they have one, otherwise those of the predictor.
+
+    Args:
+        predictor: Predictor of the bits.
 
     Attributes:
-        pages: of the cache, for labels; None: not known yet.
+        pages: Pages of the cache, for labels; None if not known yet.
     """
 
     def __init__(self, predictor: DiscardPredictor) -> None:
@@ -314,7 +340,7 @@ class PredictedBits:
 
     @classmethod
     def of_file(cls, file: str) -> PredictedBits:
-        """With the weights of a file, or with those of the package.
+        """Return bits with the weights of a file, or with those of the package.
 
         Raises:
             DataError: the file cannot be read, or holds other weights.
@@ -337,5 +363,5 @@ class PredictedBits:
 
 @cache
 def shipped_weights() -> Weights:
-    """The weights that come with the package."""
+    """Return the weights that come with the package."""
     return load_weights(_SHIPPED)

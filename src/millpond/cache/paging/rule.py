@@ -22,17 +22,17 @@ _GONE = (1 << 64) - 1
 
 
 class PageFacts(NamedTuple):
-    """One access: a request used a page.
+    """Access of a request to a page.
 
     Attributes:
-        key: what the page holds, by a number of 64 bits; the same whenever the same comes again.
-        parent: page number before it in the request; -1 for the first.
-        request: number of the request, counted from 0.
-        depth: number of pages before it in the request.
-        length: pages of the request.
-        known: pages that the request found in the cache, all at its beginning.
-        bit: a prediction from outside, True: safe to discard; None: the rule predicts itself.
-        next_use: number of the next request that uses the page, in a replay; None: not known, or never.
+        key: Content of the page as a number of 64 bits; the same whenever the same content comes again.
+        parent: Page number before it in the request; -1 for the first.
+        request: Number of the request, counted from 0.
+        depth: Number of pages before it in the request.
+        length: Pages of the request.
+        known: Pages of the request that were in the cache, all at its beginning.
+        bit: Prediction by the caller, True for safe to discard; None if the rule predicts itself.
+        next_use: Number of the next request that uses the page, in a replay; None if not known, or never.
     """
 
     key: int
@@ -46,40 +46,43 @@ class PageFacts(NamedTuple):
 
 
 class PagingRule(ABC):
-    """Chooses which page is evicted. A request touches its pages in their order, each once.
+    """Rule that chooses the page to evict. A request touches its pages in order, each once.
 
     Attributes:
-        name: under which the rule is registered.
+        name: Name under which the rule is registered.
     """
 
     name: str
 
     @abstractmethod
     def touch(self, page: int, facts: PageFacts) -> None:
-        """A request used a page, which is new if it was dropped or never touched before."""
+        """Record that a request used a page; it is new if it was dropped or never touched."""
 
     @abstractmethod
     def allow(self, page: int) -> None:
-        """A page may be evicted from now on."""
+        """Allow a page to be evicted from now on."""
 
     @abstractmethod
     def forbid(self, page: int) -> None:
-        """A page may not be evicted until it is allowed again."""
+        """Forbid a page to be evicted until it is allowed again."""
 
     @abstractmethod
     def drop(self, page: int) -> None:
-        """A page is no longer held, because the rule chose it or for another reason; its number may be used again."""
+        """Forget a page, evicted or dropped for another reason; its number may be used again."""
 
     @abstractmethod
     def victim(self) -> int | None:
-        """The page to evict next among those allowed; None if there is none."""
+        """Return the page to evict next among those allowed; None if there is none."""
 
 
 class RankedRule(PagingRule):
-    """A rule that gives each page a rank at each access; the lowest rank is evicted first.
+    """Rule that gives each page a rank at each access; the lowest rank is evicted first.
 
     A heap holds one entry for each page that may be evicted, and some that are out of date, which are skipped: a victim
     costs O(log n). A page takes 9 bytes, and about 40 more while it may be evicted.
+
+    Attributes:
+        n_pages: Pages that were touched and not dropped.
     """
 
     def __init__(self) -> None:
@@ -91,7 +94,7 @@ class RankedRule(PagingRule):
 
     @abstractmethod
     def rank(self, page: int, facts: PageFacts) -> int:
-        """Rank of a page from now on, from 0 to 2**64 - 2; ties go to the lower page number."""
+        """Return the rank of a page from now on, 0 to 2**64 - 2; ties go to the lower page number."""
 
     def touch(self, page: int, facts: PageFacts) -> None:
         """See `PagingRule`."""
@@ -132,17 +135,22 @@ class RankedRule(PagingRule):
         return None
 
     def rank_of(self, page: int) -> int:
-        """Rank of a page since its last access."""
+        """Return the rank of a page since its last access."""
         return self._ranks[page]
 
     def _push(self, page: int) -> None:
         if len(self._heap) > 256 + 2 * self._n_allowed:
-            self._heap = [rank << PAGE_BITS | at for at, rank in enumerate(self._ranks) if self._allowed[at]]
+            self._heap = [
+                rank << PAGE_BITS | number for number, rank in enumerate(self._ranks) if self._allowed[number]
+            ]
             heapify(self._heap)
         else:
             heappush(self._heap, self._ranks[page] << PAGE_BITS | page)
 
 
 def recency(facts: PageFacts) -> int:
-    """A number that grows with each request; within one request a page is more recent than those behind it."""
+    """Return a number that grows with each request.
+
+    Within one request a page is more recent than later ones.
+    """
     return facts.request << DEPTH_BITS | _LAST_DEPTH - min(facts.depth, _LAST_DEPTH)

@@ -321,21 +321,22 @@ class Planner:
             alive &= seen - entries.positions < window
         plan: EvictionPlan | None = None
         known = budget is not None and self._policy.needs_all_layers  # only the first plan asks what the prompt decided
-        visible = min(seen, window) if window else seen
-        visible -= self._tracker.marks.dropped.count(sequence, seen - visible)
+        is_settled = not known and self._nothing_to_choose(table, sequence, seen)
         once, bounded = self._policy.once, self._policy.bounded
         most = self.budget(table, sequence, seen) if once and bounded else UNBOUNDED
+        visible = min(seen, window) if window else seen
+        visible -= self._tracker.marks.dropped.count(sequence, seen - visible)
         counts = alive.sum(1)
         done = once and bool((counts < visible).any()) and int(counts.sum()) <= most * len(counts)
-        if done or (not known and self._nothing_to_choose(table, sequence, seen)):
-            read_write.replace(table, sequence, entries, alive, last=not between)
-            self.set_budget(table, sequence, most, with_rest(counts, most) if most < UNBOUNDED else None)
-        else:
+        if not (done or is_settled):
             budget = self.budget(table, sequence, seen) if budget is None else budget
             plan = self._choose(table, sequence, entries, alive, seen, budget, between)
             if self._policy.gates is not None:
                 self._sequence_state.ceilings[sequence] = budget
             self.set_budget(table, sequence, budget, None if plan is None else plan.caps)
+        else:
+            read_write.replace(table, sequence, entries, alive, last=not between)
+            self.set_budget(table, sequence, most, with_rest(counts, most) if most < UNBOUNDED else None)
         if self._sequence_state.head_rules is not None:
             assert plan is None or isinstance(plan, NestedPlan)
             self._sequence_state.head_rules.apply_plan(table, sequence, plan)

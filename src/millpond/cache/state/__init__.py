@@ -1,1 +1,1 @@
-"""State that a layer keeps per sequence besides its entries: positions, queries, head rules, token ids."""
+"""State that a layer keeps per sequence in addition to its entries: positions, queries, head rules, token ids."""

@@ -1,9 +1,9 @@
 """Cache-relative positions of entries that were kept anywhere in a text, such as heavy hitters.
 
-Heads keep different entries, and each eviction leaves a gap. To close each at once is to rotate about half of the
-stored keys in each step. Here gaps stay until the newest token is at the end of the positions that the model was
-trained on; then all are closed together: the entries of each head move to consecutive places before the newest token,
-in their order. Between two closings all distances are those of the text.
+Heads keep different entries, and each eviction leaves a gap. Closing each gap at once would rotate about half of the
+stored keys in each step. Instead gaps stay until the newest token is at the end of the positions that the model was
+trained on; then all are closed together: the entries of each head move to consecutive positions before the newest
+token, in their order. Between two closings all distances are those of the text.
 """
 
 from __future__ import annotations
@@ -13,28 +13,31 @@ import torch
 from torch import Tensor
 
 from millpond.cache.pages.page_table import PageTable
-from millpond.cache.state.rerotation import frame_prompt, frame_step, stored, turn
+from millpond.cache.state.rerotation import frame_prompt, frame_step, rewrite_keys, stored
 from millpond.cache.types import PerSequence, RotaryEmbedding
 
-#: Places between two closings at least, where the budget is near the positions that the model knows, or above.
-LEAST = 256
+#: Positions between two closings at least, where the budget is near the reach of the model, or above.
+MIN_CLOSING_DISTANCE = 256
 
 
 class GapClosing:
-    """The frames of one layer.
+    """Frames of one layer.
 
     Frame position of a token that was written since the last closing = its position - base of its sequence; older
-    entries have the places that the closing gave them.
+    entries have the frame positions of the closing.
 
     Args:
-        rotary: the model's. reach: positions that the model was trained on.
+        rotary: Rotary embedding of the model.
+        reach: Positions that the model was trained on.
     """
 
     def __init__(self, rotary: RotaryEmbedding, reach: int) -> None:
         self._rotary = rotary
         self._reach = reach
         self._base: np.ndarray = np.zeros(0, dtype=np.int64)
-        self._closed: PerSequence[tuple[Tensor, Tensor]] = PerSequence()  # (H, n) positions, ascending, and places
+        self._closed: PerSequence[tuple[Tensor, Tensor]] = (
+            PerSequence()
+        )  # (H, n) positions, ascending, and frame positions
 
     @property
     def frames(self) -> np.ndarray:
@@ -59,10 +62,10 @@ class GapClosing:
     def tensors(self, sequence: int) -> dict[str, Tensor]:
         """See `CacheRelativePositions`."""
         base = int(self._base[sequence]) if sequence < len(self._base) else 0
-        found = {"base": torch.tensor(base)}
+        tensors = {"base": torch.tensor(base)}
         if sequence in self._closed:
-            found["positions"], found["places"] = self._closed[sequence]
-        return found
+            tensors["positions"], tensors["places"] = self._closed[sequence]
+        return tensors
 
     def adopt(self, stored: dict[str, Tensor]) -> None:
         """See `CacheRelativePositions`."""
@@ -75,31 +78,31 @@ class GapClosing:
         self._base = _padded(self._base, table.n_seq)
         if (positions - self._base).max() >= self._reach:
             lengths = table.lengths().max(1)
-            limits = np.maximum(self._reach, lengths + LEAST)
+            limits = np.maximum(self._reach, lengths + MIN_CLOSING_DISTANCE)
             for sequence in np.flatnonzero(positions - self._base >= limits):
                 self._close(table, int(sequence), int(positions[sequence]))
         return frame_step(self._rotary, q, k, positions, self._base)
 
     def prefill(self, table: PageTable, sequence: int, q: Tensor, k: Tensor, q_pos: Tensor) -> tuple[Tensor, Tensor]:
-        """See `CacheRelativePositions`. Gaps close before a pass that would end behind the reach."""
+        """See `CacheRelativePositions`. Gaps close before a pass that would end after the reach."""
         self._base = _padded(self._base, table.n_seq)
         positions = q_pos.cpu().numpy().astype(np.int64)
-        held = int(table.lengths()[sequence].max(initial=0))
-        end, span = positions[-1] - self._base[sequence], positions[0] - self._base[sequence] - held
-        if held and end >= self._reach and span >= min(LEAST, len(positions)):
+        n_entries = int(table.lengths()[sequence].max(initial=0))
+        end, span = positions[-1] - self._base[sequence], positions[0] - self._base[sequence] - n_entries
+        if n_entries and end >= self._reach and span >= min(MIN_CLOSING_DISTANCE, len(positions)):
             self._close(table, sequence, int(positions[0]))
         return frame_prompt(self._rotary, q, k, positions, int(self._base[sequence]))
 
-    def places(self, sequence: int, at: Tensor) -> Tensor:
+    def frame_positions(self, sequence: int, at: Tensor) -> Tensor:
         """See `CacheRelativePositions`."""
         base = int(self._base[sequence]) if sequence < len(self._base) else 0
-        places = (at - base).clamp(min=0)
+        frames = (at - base).clamp(min=0)
         if sequence not in self._closed:
-            return places
-        positions, given = self._closed[sequence]
-        found = torch.searchsorted(positions, at.contiguous()).clamp(max=positions.shape[1] - 1)
-        older = (positions.gather(1, found) == at) & (at >= 0)
-        return torch.where(older, given.gather(1, found), places)
+            return frames
+        positions, closed_positions = self._closed[sequence]
+        index = torch.searchsorted(positions, at.contiguous()).clamp(max=positions.shape[1] - 1)
+        older = (positions.gather(1, index) == at) & (at >= 0)
+        return torch.where(older, closed_positions.gather(1, index), frames)
 
     def restart(self, table: PageTable, sequence: int) -> None:
         """See `CacheRelativePositions`."""
@@ -108,20 +111,20 @@ class GapClosing:
             self._base[sequence] = 0
 
     def _close(self, table: PageTable, sequence: int, position: int) -> None:
-        """Move all entries of a sequence to consecutive places before the token at `position`."""
+        """Move all entries of a sequence to consecutive positions before the token at `position`."""
         dense = stored(table, sequence)
         at = dense.positions.long()
         width = at.shape[1]
-        behind = at.masked_fill(at < 0, position)  # places without an entry come last
-        order = behind.argsort(1)
+        by_position = at.masked_fill(at < 0, position)  # slots without an entry come last
+        order = by_position.argsort(1)
         ranks = torch.empty_like(order).scatter_(1, order, torch.arange(width, device=at.device).expand_as(order))
-        held = (at >= 0).sum(1, keepdim=True)
-        new = (width - held + ranks).masked_fill(at < 0, 0)
-        turn(self._rotary, table, sequence, dense, self.places(sequence, at), new)
-        self._closed[sequence] = behind.gather(1, order), new.gather(1, order)
+        n_entries = (at >= 0).sum(1, keepdim=True)
+        new = (width - n_entries + ranks).masked_fill(at < 0, 0)
+        rewrite_keys(self._rotary, table, sequence, dense, self.frame_positions(sequence, at), new)
+        self._closed[sequence] = by_position.gather(1, order), new.gather(1, order)
         self._base[sequence] = position - width
 
 
 def _padded(base: np.ndarray, n_seq: int) -> np.ndarray:
-    """Frames of `n_seq` sequences; those that are new begin with the text."""
+    """Return the frames of `n_seq` sequences; those of new ones begin with the text."""
     return np.concatenate([base, np.zeros(n_seq - len(base), dtype=np.int64)]) if len(base) < n_seq else base

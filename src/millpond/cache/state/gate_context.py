@@ -10,12 +10,15 @@ from torch import Tensor
 from millpond.policy.trained.networks import CONTEXT_DTYPE
 
 #: A full buffer grows by this share of what it holds, and at least by this number of tokens.
-GROWTH, LEAST_GROWTH = 0.125, 16
+GROWTH, MIN_GROWTH = 0.125, 16
 
 
 @dataclass(slots=True)
 class _Buffer:
-    """Memory that several sequences may share up to their own lengths; only the longest one writes behind itself."""
+    """Memory that several sequences may share up to their own lengths.
+
+    Only the longest one writes after its end.
+    """
 
     rows: Tensor  # (2, capacity, width): keys, values
     filled: int = 0
@@ -23,10 +26,13 @@ class _Buffer:
 
 @dataclass(frozen=True, slots=True)
 class GateContext:
-    """The tokens of one sequence of one layer. Appending leaves this one as it is, so that copies can share it.
+    """Tokens of one sequence of one layer.
+
+    Appending does not change it, so that copies can share it.
 
     Attributes:
-        length: tokens.
+        buffer: Memory of the tokens.
+        length: Number of tokens.
     """
 
     buffer: _Buffer
@@ -34,33 +40,33 @@ class GateContext:
 
     @classmethod
     def of(cls, keys: Tensor, values: Tensor) -> GateContext:
-        """Of some tokens alone. keys, values: (n, width)."""
+        """Return the context of keys and values (n, width) of some tokens alone."""
         return cls(_Buffer(torch.stack([keys, values]).to(CONTEXT_DTYPE), len(keys)), len(keys))
 
     @property
     def keys(self) -> Tensor:
-        """(length, width)."""
+        """Keys, (length, width)."""
         return self.buffer.rows[0, : self.length]
 
     @property
     def values(self) -> Tensor:
-        """(length, width)."""
+        """Values, (length, width)."""
         return self.buffer.rows[1, : self.length]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory that it lies in, what is free in it and what others share included."""
+        """Bytes of its buffer, with free memory and what other sequences share."""
         return self.buffer.rows.nbytes
 
     def extended(self, before: int, keys: Tensor, values: Tensor) -> GateContext:
-        """The first `before` tokens, and those of keys and values (n, width) behind them.
+        """Return the first `before` tokens, then those of keys and values (n, width).
 
-        Fewer than there are take the last ones back, as when a pass is repeated.
+        A `before` below the length removes the last tokens, as when a pass is repeated.
         """
         assert before <= self.length, "a gate has read every token before"
         n, buffer = len(keys), self.buffer
         if before != buffer.filled or before + n > buffer.rows.shape[1]:
-            spare = max(LEAST_GROWTH, int(GROWTH * (before + n))) if n < LEAST_GROWTH else 0
+            spare = max(MIN_GROWTH, int(GROWTH * (before + n))) if n < MIN_GROWTH else 0
             rows = buffer.rows.new_empty(2, before + n + spare, buffer.rows.shape[2])
             rows[:, :before] = buffer.rows[:, :before]
             buffer = _Buffer(rows, before)

@@ -19,14 +19,17 @@ MAX_PARTS = 1024
 
 @dataclass(frozen=True, slots=True)
 class ForwardSpan:
-    """The new tokens of one forward pass.
+    """New tokens of one forward pass.
 
     Attributes:
-        start: columns (pads included) before this pass. length: columns of this pass.
-        before, after: (S,) real tokens of each sequence before and after this pass.
+        start: Columns (pads included) before this pass.
+        length: Columns of this pass.
+        before: Real tokens of each sequence before this pass, (S,).
+        after: Real tokens of each sequence after this pass, (S,).
         valid: (S, length) bool on the host, or None if no column is a pad.
-        q_pos: (S,) int32 on the device for a pass of one column: each new token's position, -1 for a pad.
-        begun: whether every sequence had tokens before this pass.
+        device: Device of the model.
+        q_pos: Position of each new token, (S,) int32 on the device, -1 for a pad; only for a pass of one column.
+        begun: Whether every sequence had tokens before this pass.
     """
 
     start: int
@@ -40,39 +43,39 @@ class ForwardSpan:
 
     @property
     def decoding(self) -> npt.NDArray[np.bool_]:
-        """(S,) whether this pass brings the sequence its next token, and only that."""
+        """Whether this pass adds exactly the next token to a sequence that has some, (S,)."""
         brings_one: npt.NDArray[np.bool_] = self.after == self.before + 1
         return brings_one & (self.before > 0)
 
     def first_columns(self) -> npt.NDArray[np.int64]:
-        """(S,) the first column with a token of the sequence; 0 where there is none."""
+        """Return the first column with a token of each sequence, (S,); 0 if there is none."""
         return np.zeros(len(self.before), dtype=np.int64) if self.valid is None else self.valid.argmax(1)
 
     def columns(self, sequence: int) -> slice | Tensor:
-        """The columns of this pass that hold tokens of `sequence`."""
+        """Return the columns of this pass with tokens of `sequence`."""
         if self.valid is None:
             return slice(0, self.length)
-        here = np.flatnonzero(self.valid[sequence])
-        if len(here) == 0:
+        columns = np.flatnonzero(self.valid[sequence])
+        if len(columns) == 0:
             return slice(0, 0)
-        if here[-1] - here[0] + 1 == len(here):
-            return slice(int(here[0]), int(here[-1]) + 1)
-        return torch.from_numpy(here).to(self.device)
+        if columns[-1] - columns[0] + 1 == len(columns):
+            return slice(int(columns[0]), int(columns[-1]) + 1)
+        return torch.from_numpy(columns).to(self.device)
 
     def positions(self, sequence: int) -> Tensor:
-        """(n,) int32: positions of the tokens in `columns(sequence)`."""
+        """Return the positions of the tokens in `columns(sequence)`, (n,) int32."""
         return torch.arange(
             int(self.before[sequence]), int(self.after[sequence]), dtype=torch.int32, device=self.device
         )
 
     def grid(self) -> Tensor:
-        """(S, length) int32: the position of each token of this pass, -1 for pads."""
+        """Return the position of each token of this pass, (S, length) int32, -1 for pads."""
         valid = np.ones((len(self.before), self.length), dtype=bool) if self.valid is None else self.valid
         positions = np.where(valid, self.before[:, None] + valid.cumsum(1) - 1, -1)
         return torch.from_numpy(positions.astype(np.int32)).to(self.device)
 
     def token(self, column: int) -> npt.NDArray[np.int64]:
-        """(S,) position of each sequence's token in one column, -1 for a pad; on the host."""
+        """Return the position of each sequence's token in one column, (S,); -1 for a pad."""
         if self.valid is None:
             return self.before + column if column else self.before
         return np.where(self.valid[:, column], self.before + self.valid[:, :column].sum(1), -1)
@@ -82,9 +85,12 @@ class PositionTracker:
     """Real tokens seen per sequence, and columns (pads included) seen by the whole batch.
 
     Attributes:
-        seen: (S,) the position of each sequence's next token. closed: (S,) positions before it that closed gaps took
-            away: `seen + closed` tokens were read.
-        marks: spans of positions that stay, that keep a share of the budget, or that no head holds any more.
+        seen: Position of each sequence's next token, (S,).
+        closed: Positions before it that closed gaps removed, (S,): `seen + closed` tokens were read.
+        origin: Sequence of the first pass that each sequence comes from, (S,).
+        columns: Columns seen so far.
+        marks: Spans of positions that stay, that keep a share of the budget, or that were dropped.
+        tokens: Ids of the tokens, if a policy reads them; else None.
     """
 
     def __init__(self) -> None:
@@ -103,26 +109,34 @@ class PositionTracker:
         return len(self.seen)
 
     def begin_pass(self, ids: Tensor | None = None) -> None:
-        """A forward pass begins: no layer may take the parts of an earlier one for its own.
+        """Begin a forward pass: no layer may take the parts of an earlier one for its own.
 
-        ids: (S, columns) of its tokens, if they are known.
+        Args:
+            ids: Ids of its tokens, (S, columns), if they are known.
         """
         self._spans.clear()
         if self.tokens is not None:
             self.tokens.expect(ids, self.columns)
 
     def span(self, start: int, length: int, n_seq: int, mask: Tensor | None, device: torch.device) -> ForwardSpan:
-        """The pass that begins after `start` columns: the first layer to ask opens it, the others share it.
+        """Return the pass that begins after `start` columns.
+
+        The first layer opens it, the others share it.
 
         Args:
-            mask: (n_seq, >= length) bool, the newest `length` columns tell tokens (True) from pads; None: no pads.
+            start: Columns that the layer has seen.
+            length: Columns of the pass.
+            n_seq: Sequences in the pass.
+            mask: (n_seq, >= length) bool; the newest `length` columns are True for tokens and False for pads; None for
+                no pads.
+            device: Device of the model.
 
         Raises:
             CacheMismatchError: another batch size, layers that are out of step, or a mask that hides earlier tokens.
         """
-        known = self._spans.get((start, length))
-        if known is not None:
-            return known
+        span = self._spans.get((start, length))
+        if span is not None:
+            return span
         if start != self.columns:
             raise CacheMismatchError(
                 f"a layer has seen {start} tokens where the cache has seen {self.columns}: was a forward pass "
@@ -147,7 +161,10 @@ class PositionTracker:
         return span
 
     def span_after(self, columns: int) -> npt.NDArray[np.int64]:
-        """(S,) real tokens seen when `columns` columns had been processed, for a boundary inside the running pass."""
+        """Return the real tokens seen in the first `columns` columns, (S,).
+
+        The boundary is inside the running pass.
+        """
         return next(s.after for s in reversed(self._spans.values()) if s.start + s.length == columns)
 
     def _open(self, start: int, length: int, mask: Tensor | None, device: torch.device) -> ForwardSpan:
@@ -162,32 +179,32 @@ class PositionTracker:
             self._padded.append((start, valid))
         q_pos = None
         if length == 1:
-            here = self.seen if valid is None else np.where(valid[:, 0], self.seen, -1)
-            q_pos = torch.from_numpy(here.astype(np.int32)).to(device)
+            positions = self.seen if valid is None else np.where(valid[:, 0], self.seen, -1)
+            q_pos = torch.from_numpy(positions.astype(np.int32)).to(device)
         return ForwardSpan(start, length, self.seen, after, valid, device, q_pos, bool((self.seen > 0).all()))
 
     def tokens_in_last(self, columns: int) -> npt.NDArray[np.int64]:
-        """(S,) real tokens among the newest `columns`."""
+        """Return the number of real tokens among the newest `columns`, (S,)."""
         tokens = np.full(self.n_seq, columns, dtype=np.int64)
         for start, valid in self._padded:
             tokens -= (~valid[:, max(self.columns - columns - start, 0) :]).sum(1)
         return tokens
 
     def mask(self) -> Tensor:
-        """(S, columns) bool: tokens (True) and pads of all columns so far."""
-        shown = torch.ones(self.n_seq, self.columns, dtype=torch.bool)
+        """Return which columns so far are tokens (True) and which are pads, (S, columns) bool."""
+        mask = torch.ones(self.n_seq, self.columns, dtype=torch.bool)
         for start, valid in self._padded:
-            shown[:, start : start + valid.shape[1]] = torch.from_numpy(valid)
-        return shown
+            mask[:, start : start + valid.shape[1]] = torch.from_numpy(valid)
+        return mask
 
     def rewind(self, columns: int, seen: npt.NDArray[np.int64]) -> None:
-        """Go back to an earlier state."""
+        """Return to an earlier state."""
         self.columns, self.seen = columns, seen.copy()
         self._padded = [(start, valid[:, : columns - start]) for start, valid in self._padded if start < columns]
         self._spans.clear()
 
     def select(self, sequences: list[int]) -> None:
-        """Follow a choice or re-ordering of sequences."""
+        """Follow a selection or re-ordering of sequences."""
         self.seen, self.origin = self.seen[sequences], self.origin[sequences]
         self.closed = self.closed[sequences]
         self.marks.select(sequences)
@@ -197,14 +214,14 @@ class PositionTracker:
         self._spans.clear()
 
     def begin_with(self, columns: int) -> None:
-        """One sequence, with the number of tokens seen before."""
+        """Begin with one sequence, `columns` tokens of which were seen before."""
         self.marks.begin(1)
         self.seen, self.origin = np.array([columns]), np.zeros(1, dtype=np.int64)
         self.closed = np.zeros(1, dtype=np.int64)
         self.columns = columns
 
     def close(self, sequence: int, seen: int) -> None:
-        """Between two passes, closed gaps leave a sequence `seen` positions."""
+        """Set the positions of a sequence to `seen` after gaps closed, between two passes."""
         self.seen, self.closed = self.seen.copy(), self.closed.copy()
         self.closed[sequence] += self.seen[sequence] - seen
         self.seen[sequence] = seen
@@ -220,7 +237,7 @@ class PositionTracker:
             self.tokens = other.tokens.copy(list(range(other.n_seq)))
 
     def copy(self, sequences: list[int]) -> PositionTracker:
-        """A tracker of some sequences alone, without the pads of their passes."""
+        """Return a tracker of some sequences alone, without the pads of their passes."""
         other = PositionTracker()
         other.seen, other.origin = self.seen[sequences], self.origin[sequences]
         other.closed = self.closed[sequences]
@@ -230,7 +247,7 @@ class PositionTracker:
         return other
 
     def join(self, other: PositionTracker) -> None:
-        """Take over the sequences of `other`, after these. What was a pad in either is no longer known."""
+        """Take the sequences of `other`, after these; pads of either are no longer known."""
         self.marks.join(other.marks, self.n_seq)
         self.seen, self.origin = np.concatenate([self.seen, other.seen]), np.concatenate([self.origin, other.origin])
         self.closed = np.concatenate([self.closed, other.closed])
@@ -255,7 +272,7 @@ class PositionTracker:
 
 
 def _check_past(shown: npt.NDArray[np.int64], seen: npt.NDArray[np.int64]) -> None:
-    """Compare the tokens that a mask shows with those that went in, both (S,)."""
+    """Compare the tokens that a mask shows with those that were read, both (S,)."""
     for sequence in np.flatnonzero(shown != seen)[:1]:
         raise CacheMismatchError(
             f"the attention mask shows {shown[sequence]} tokens of sequence {sequence} where the cache has taken in "

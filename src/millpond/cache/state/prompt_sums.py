@@ -1,4 +1,4 @@
-"""Sums over the queries of a prompt's beginning, from which a later prompt with the same beginning goes on."""
+"""Sums over the queries of a prompt's beginning, from which a later prompt with the same beginning continues."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from millpond.policy.scores.query_moments import QueryMoments
 
 
 class SumKind(NamedTuple):
-    """What a method sums: equal where two methods have the same sums of one text."""
+    """Kind of sums of a method: equal if two methods have the same sums of one text."""
 
     columns: tuple[str, float] | None  #: how query heads become one number, and the decay; None: no column sums
     moments: tuple[bool, int] | None  #: whether queries are summed before RoPE, and from which position on; None: not
@@ -22,7 +22,7 @@ class SumKind(NamedTuple):
 
     @classmethod
     def of(cls, policy: Policy) -> SumKind | None:
-        """That of a policy; None where it needs no sums."""
+        """Return the kind of a policy; None if it needs no sums."""
         if not policy.sums_prompt:
             return None
         rules = policy.needs.head_rules
@@ -34,7 +34,7 @@ class SumKind(NamedTuple):
 
 
 class LayerSums(NamedTuple):
-    """Sums of one layer over the queries of a text of N tokens; None where a method has none."""
+    """Sums of one layer over the queries of a text of N tokens; None for those a method lacks."""
 
     columns: Tensor | None  #: (H, N) float32, the attention that each entry has received
     moments: QueryMoments | None
@@ -50,11 +50,12 @@ class LayerSums(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptSums:
-    """Sums of all layers at one place of a prompt.
+    """Sums of all layers up to one position of a prompt.
 
     Attributes:
-        length: tokens of the prompt before that place. layers: their sums.
-        before: those of an earlier place, which have the queries before `layers`; None: there are none.
+        length: Tokens of the prompt before that position.
+        layers: Sums of each layer.
+        before: Sums up to an earlier position, with the queries before `layers`; None for none.
     """
 
     length: int
@@ -63,26 +64,26 @@ class PromptSums:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of these sums, without those before."""
+        """Bytes of these sums, without earlier ones."""
         return sum(layer.nbytes for layer in self.layers)
 
-    def whole(self) -> list[LayerSums]:
-        """The sums of all layers, with the queries of the whole text."""
+    def complete(self) -> list[LayerSums]:
+        """Return the sums of all layers, with the queries of the whole text."""
         if self.before is None or all(layer.queries is None for layer in self.layers):
             return self.layers
         chain: list[PromptSums] = []
-        at: PromptSums | None = self
-        while at is not None:
-            chain.append(at)
-            at = at.before
-        parts = zip(*(one.layers for one in reversed(chain)), strict=True)
+        sums: PromptSums | None = self
+        while sums is not None:
+            chain.append(sums)
+            sums = sums.before
+        parts = zip(*(sums.layers for sums in reversed(chain)), strict=True)
         return [of_layer[-1]._replace(queries=_joined(of_layer)) for of_layer in parts]
 
 
 def _joined(parts: tuple[LayerSums, ...]) -> PromptQueries | None:
-    """The queries of consecutive pieces of a text."""
-    found = [part.queries for part in parts if part.queries is not None]
-    if not found:
+    """Return the queries of consecutive pieces of a text."""
+    queries = [part.queries for part in parts if part.queries is not None]
+    if not queries:
         return None
-    q, lse, q_pos = zip(*found, strict=True)
+    q, lse, q_pos = zip(*queries, strict=True)
     return PromptQueries(torch.cat(q, 1), torch.cat(lse, 1), torch.cat(q_pos))

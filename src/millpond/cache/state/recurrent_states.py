@@ -1,4 +1,4 @@
-"""Recurrent and convolution states of a batch of sequences, as far as a cache moves them, and their share of memory."""
+"""Recurrent and convolution states of a batch of sequences, for a cache that moves them, and their share of memory."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from millpond.cache.swap import Content
 
 
 class StateSlots:
-    """Counts the sequences whose states are in memory; all states of a sequence are one piece of one size.
+    """Count of the sequences whose states are in memory.
 
-    The states themselves lie with their batches, so that a step of decoding needs no copy of them.
+    All states of a sequence are one piece of one size. The states themselves are stored with their batches, so that a
+    step of decoding needs no copy of them.
 
     Args:
-        page_bytes: of all states of one sequence.
-        account: the limit that they share with the page pools.
+        page_bytes: Bytes of all states of one sequence.
+        memory_limit: Limit that they share with the page pools.
     """
 
-    def __init__(self, page_bytes: int, account: MemoryLimit) -> None:
+    def __init__(self, page_bytes: int, memory_limit: MemoryLimit) -> None:
         self.page_bytes = page_bytes
         self._holders: weakref.WeakSet[RecurrentStates] = weakref.WeakSet()
-        account.pools.append(self)
+        memory_limit.pools.append(self)
 
     def count(self, states: RecurrentStates) -> None:
-        """Count the states of one more batch from now on, as long as it is there."""
+        """Count the states of one more batch, as long as it exists."""
         self._holders.add(states)
 
     @property
@@ -44,17 +45,18 @@ class StateSlots:
         return 0
 
     def check_integrity(self, n_seq: int) -> None:
-        """Assert that the states are those of `n_seq` sequences, and take the bytes that are counted."""
+        """Assert that the states are those of `n_seq` sequences and take the counted bytes."""
         assert self.n_live == n_seq, f"states of {self.n_live} sequences where {n_seq} have some"
-        found = sum(states.nbytes() for states in self._holders)
-        assert found == self.nbytes, f"states take {found} bytes, and {self.nbytes} are counted"
+        state_bytes = sum(states.nbytes() for states in self._holders)
+        assert state_bytes == self.nbytes, f"states take {state_bytes} bytes, and {self.nbytes} are counted"
 
 
 class RecurrentStates(Protocol):
-    """The states of a batch of sequences, in all layers.
+    """States of a batch of sequences, in all layers.
 
     Attributes:
-        slots: what counts them; None: nothing does. cache: what the model's modules find them in.
+        slots: Count of the states; None if nothing counts them.
+        cache: Cache in which the model's modules look them up.
     """
 
     slots: StateSlots | None
@@ -62,28 +64,28 @@ class RecurrentStates(Protocol):
 
     @property
     def n_seq(self) -> int:
-        """Sequences with states, 0 before the first token and while they are out."""
+        """Sequences with states, 0 before the first token and while they are dropped."""
 
     def nbytes(self) -> int:
-        """Bytes of all states."""
+        """Return the bytes of all states."""
 
     def select(self, sequences: list[int]) -> None:
-        """Become those of the given sequences, in this order."""
+        """Keep the states of the given sequences, in this order."""
 
     def join(self, other: RecurrentStates) -> None:
-        """Take over the states of another batch of the same model, which holds none afterwards."""
+        """Take the states of another batch of the same model, and empty it."""
 
     def part(self, sequences: list[int], into: RecurrentStates) -> None:
-        """Copy those of some sequences to `into`, which holds none."""
+        """Copy the states of some sequences to `into`, which holds none."""
 
     def reset(self) -> None:
-        """Forget all of them."""
+        """Forget all states."""
 
     def copy_out(self) -> Content:
-        """All of them, on the host."""
+        """Return a copy of all states on the host."""
 
     def drop(self) -> None:
         """Free their memory; `put_back` comes next, or `reset`."""
 
     def put_back(self, content: Content) -> None:
-        """Hold again what `copy_out` gave."""
+        """Hold the states that `copy_out` returned."""

@@ -1,4 +1,4 @@
-"""Per-sequence state that a layer keeps besides the KV entries: recent queries, and a snapshot of the layer."""
+"""State that a layer keeps per sequence in addition to KV entries: recent queries, and a snapshot of the layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ BLOCK = 256
 
 
 class QueryBuffer:
-    """The last queries of each sequence, or sums over all of them; nothing where the score asks for neither."""
+    """Last queries of each sequence or sums over all; empty if the score needs neither.
+
+    Args:
+        policy: Policy of the layer.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -32,9 +36,9 @@ class QueryBuffer:
         self._moments: PerSequence[QueryMoments] = PerSequence()
 
     def remember(self, sequence: int, q: Tensor, q_pos: Tensor, rotary: RotaryEmbedding | None) -> None:
-        """Take in queries (Hq, Q, key_dim) at positions (Q,), across chunks and planned steps.
+        """Add queries (Hq, Q, key_dim) at positions (Q,), across chunks and planned steps.
 
-        rotary: how the layer has rotated them; None: not at all.
+        `rotary` is how the layer has rotated them; None if it has not.
         """
         if self._policy.sums_queries:
             self._sum(sequence, q, q_pos, rotary)
@@ -49,70 +53,75 @@ class QueryBuffer:
     def _sum(self, sequence: int, q: Tensor, q_pos: Tensor, rotary: RotaryEmbedding | None) -> None:
         """Add queries to the moments of their sequence, without those of the sinks."""
         first = int((q_pos < self._policy.protect.sinks).sum())
-        found = self._moments.get(sequence) or QueryMoments.of(q[:, :0])
+        moments = self._moments.get(sequence) or QueryMoments.of(q[:, :0])
         for start in range(first, len(q_pos), BLOCK):
             part = q[:, start : start + BLOCK]
             if self._policy.needs_unrotated_queries and rotary is not None:
                 part = rotary.rotate(part[None], q_pos[None, start : start + BLOCK].long(), inverse=True)[0]
-            found = found + QueryMoments.of(part)
-        self._moments[sequence] = found
+            moments = moments + QueryMoments.of(part)
+        self._moments[sequence] = moments
 
     def last(self, sequence: int) -> tuple[Tensor, Tensor]:
-        """The last queries (Hq, w, key_dim) of a sequence and their positions (w,)."""
+        """Return the last queries (Hq, w, key_dim) of a sequence and their positions (w,)."""
         return self._last[sequence]
 
     def moments(self, sequence: int) -> QueryMoments | None:
-        """Sums over the queries of a sequence so far; None where nothing was summed."""
+        """Return sums over the queries of a sequence so far; None if nothing was summed."""
         return self._moments.get(sequence)
 
     def adopt(self, sequence: int, queries: tuple[Tensor, Tensor] | QueryMoments) -> None:
-        """Remember of a sequence what `last` or `moments` of another memory gave."""
+        """Remember queries of a sequence that `last` or `moments` of another buffer returned."""
         if isinstance(queries, QueryMoments):
             self._moments[sequence] = queries
         else:
             self._last[sequence] = queries
 
     def copy(self, sequences: list[int] | None = None) -> QueryBuffer:
-        """A copy that changes on its own, of the given sequences in this order, or of all."""
+        """Return an independent copy of the given sequences in this order, or of all."""
         other = QueryBuffer(self._policy)
         other._last, other._moments = self._last.copy(sequences), self._moments.copy(sequences)
         return other
 
     def join(self, other: QueryBuffer, n_seq: int) -> None:
-        """Take over the sequences of `other`, after the `n_seq` of this batch."""
+        """Take the sequences of `other`, after the `n_seq` of this batch."""
         self._last.join(other._last, n_seq)
         self._moments.join(other._moments, n_seq)
 
 
 class StatePart(Protocol):
-    """One thing that is remembered of the sequences of a layer."""
+    """Part of the state of the sequences of a layer."""
 
     def copy(self, sequences: list[int] | None = None) -> StatePart:
-        """A copy that changes on its own, of the given sequences in this order, or of all; of none: as at first."""
+        """Return an independent copy of the given sequences in this order, or of all.
+
+        A copy of no sequence is as a new part.
+        """
         ...
 
     def join(self, other: Any, n_seq: int) -> None:
-        """Take over the sequences of `other`, of the same kind and layer, after the `n_seq` of this batch."""
+        """Take the sequences of `other`, of the same layer, after the `n_seq` of this batch."""
         ...
 
 
 @dataclass(slots=True)
 class SequenceState:
-    """All that one layer remembers, shared by its parts; None for what its policy does without.
+    """State of the sequences of one layer, shared by its parts.
+
+    A part is None if the policy does not need it.
 
     Attributes:
-        queries: the last queries, or sums over all.
-        memories: what the last merge of a sequence left for the next.
-        pending: tokens seen, for sequences with entries that no plan has seen.
-        turns: position at which the newest turn of a sequence begins.
-        contexts: what trained gates have read of a sequence.
-        ceilings: entries per KV head on average that plans while decoding may keep, where heads hold fewer.
-        columns: column sums (H, N) float32 of the entries of a sequence that began with the pages of others, until its
+        queries: Last queries, or sums over all.
+        memories: State that the last merge of a sequence left for the next.
+        pending: Tokens seen, for sequences with entries that no plan has seen.
+        turns: Position at which the newest turn of a sequence begins.
+        contexts: Tokens of a sequence that trained gates have read.
+        ceilings: Entries per KV head on average that plans while decoding may keep, if heads hold fewer.
+        columns: Column sums (H, N) float32 of the entries of a sequence that began with the pages of others, until its
             next pass, which writes them.
-        rolling: the frames of cache-relative positions.
         origins: (H, n) int32: positions in the text of the entries that closed gaps left at 0 to n - 1; -1 for none.
-        head_rules: the prompt's queries, where each head has a rule of its own.
-        selective: how the layer attends where it stores everything and attends to less.
+        rolling: Frames of cache-relative positions.
+        head_rules: Queries of the prompt, if each head has a rule of its own.
+        selective: How the layer attends if it stores everything and attends to less.
     """
 
     queries: QueryBuffer
@@ -129,7 +138,10 @@ class SequenceState:
 
     @classmethod
     def of(cls, policy: Policy, layer: int, rotary: RotaryEmbedding | None) -> SequenceState:
-        """Those of a layer that has seen nothing; rotary: for policies with cache-relative positions."""
+        """Return the state of a layer that has seen nothing.
+
+        `rotary` is for policies with cache-relative positions.
+        """
         needs = policy.needs
         return cls(
             QueryBuffer(policy),
@@ -147,7 +159,7 @@ class SequenceState:
 
     @property
     def context_bytes(self) -> int:
-        """Bytes of what gates have read; memory that sequences share counts once."""
+        """Bytes of the contexts of gates; memory that sequences share counts once."""
         buffers = {id(context.buffer): context.nbytes for context in self.contexts.values()}
         return sum(buffers.values())
 
@@ -160,20 +172,23 @@ class SequenceState:
         return SequenceState(**copies)
 
     def join(self, other: SequenceState, n_seq: int) -> None:
-        """See `StatePart.join`; the parts stay the ones that the layer's other parts know."""
+        """See `StatePart.join`; the parts remain the objects that the layer's other parts use."""
         for name in self.__slots__:
             part: StatePart | None = getattr(self, name)
             if part is not None:
                 part.join(getattr(other, name), n_seq)
 
     def become(self, other: SequenceState) -> None:
-        """Hold what `other` holds, for all parts of the layer that share this one."""
+        """Take the state of `other`, for all parts of the layer that share this one."""
         for name in self.__slots__:
             setattr(self, name, getattr(other, name))
 
 
 def _cache_relative(policy: Policy, rotary: RotaryEmbedding) -> CacheRelativePositions:
-    """Sinks move to the recent entries at each step; where entries stay anywhere, gaps close now and then."""
+    """Return the cache-relative positions of a policy.
+
+    Sinks move to the recent entries at each step; if entries stay anywhere, gaps close now and then.
+    """
     if isinstance(policy.score, Recency):
         return Rerotation(rotary, policy.protect.sinks)
     return GapClosing(rotary, rotary.reach)
@@ -181,7 +196,10 @@ def _cache_relative(policy: Policy, rotary: RotaryEmbedding) -> CacheRelativePos
 
 @dataclass(slots=True)
 class LayerSnapshot:
-    """A layer's state at one moment; its pages are shared with the layer until one of the two writes."""
+    """State of a layer at one moment.
+
+    Its pages are shared with the layer until one of the two writes.
+    """
 
     table: PageTable | None
     columns: int

@@ -1,4 +1,4 @@
-"""Marks of a batch: spans that every head keeps, those that keep a share of the budget, and those that were dropped."""
+"""Marks of a batch: spans that every head keeps, those that keep a share of the budget, and dropped ones."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from millpond.prompt_marks import MAX_SHARES, PromptMarks, Span, SpanShare, kept
 
 
 class KeptSpans(TextMarks[Span]):
-    """The kept spans of a batch of sequences, and those of the sequences that the next prompt begins."""
+    """Kept spans of a batch of sequences, and of the sequences of the next prompt."""
 
     def count(self, sequence: int, first: int = 0) -> int:
-        """Positions that one sequence keeps, read or not, those before `first` left out."""
+        """Return how many positions from `first` on one sequence keeps, read or not."""
         return tokens_in(self.of(sequence), first)
 
     def counts(self, first: npt.NDArray[np.int64] | int) -> npt.NDArray[np.int64]:
-        """(S,) positions that each sequence keeps, read or not, those before `first` (S,) left out."""
-        inside = np.maximum(self._places, np.asarray(first)[..., None, None])
-        found: npt.NDArray[np.int64] = (inside[..., 1] - inside[..., 0]).sum(1)
-        return found
+        """Return how many positions from `first` (S,) on each sequence keeps, (S,), read or not."""
+        inside = np.maximum(self._padded_spans, np.asarray(first)[..., None, None])
+        counts: npt.NDArray[np.int64] = (inside[..., 1] - inside[..., 0]).sum(1)
+        return counts
 
     def mask(self, sequence: int, positions: Tensor, first: int = 0) -> Tensor | None:
-        """(H, N) bool: which positions (H, N), -1 for none, one sequence keeps; None where it keeps none.
+        """Return which positions (H, N), -1 for none, one sequence keeps, (H, N) bool.
 
-        first: positions before it are left out.
+        Positions before `first` are left out. None if it keeps none.
         """
         if not self.count(sequence, first):
             return None
@@ -42,11 +42,11 @@ class KeptSpans(TextMarks[Span]):
         return in_spans(positions, spans.expand(len(positions), -1, -1)) & (positions >= first)
 
     def tensor(self, device: torch.device) -> Tensor | None:
-        """(S, n, 2) int32: see `StepRegions.kept`."""
+        """Return the spans of all sequences, (S, n, 2) int32, see `StepRegions.kept`."""
         if not self:
             return None
         if device not in self._tensors:
-            self._tensors[device] = torch.from_numpy(self._places.astype(np.int32)).to(device)
+            self._tensors[device] = torch.from_numpy(self._padded_spans.astype(np.int32)).to(device)
         return self._tensors[device]
 
     def _joined(self, marks: Sequence[Span]) -> tuple[Span, ...]:
@@ -54,20 +54,20 @@ class KeptSpans(TextMarks[Span]):
 
     def _set(self, marks: list[tuple[Span, ...]]) -> None:
         super()._set(marks)
-        most = max(map(len, marks), default=0)
-        rows = [[*spans, *[(0, 0)] * (most - len(spans))] for spans in marks]
-        self._places = np.array(rows, dtype=np.int64).reshape(len(marks), most, 2)  # empty ones at the end
+        max_spans = max(map(len, marks), default=0)
+        rows = [[*spans, *[(0, 0)] * (max_spans - len(spans))] for spans in marks]
+        self._padded_spans = np.array(rows, dtype=np.int64).reshape(len(marks), max_spans, 2)  # empty ones at the end
         self._tensors: dict[torch.device, Tensor | None] = {}
 
 
 def shares_of_tensors(spans: Tensor, shares: Tensor) -> tuple[SpanShare, ...]:
-    """Spans with shares out of a file: spans (m, 2), shares (m,) float64.
+    """Return the spans with shares from a file's tensors: spans (m, 2), shares (m,) float64.
 
     Raises:
         DataError: they are none.
     """
-    whole = spans.dtype in (torch.int32, torch.int64) and spans.ndim == 2 and spans.shape[1] == 2
-    if not whole or shares.dtype is not torch.float64 or shares.shape != spans.shape[:1] or len(spans) > MAX_SHARES:
+    are_pairs = spans.dtype in (torch.int32, torch.int64) and spans.ndim == 2 and spans.shape[1] == 2
+    if not are_pairs or shares.dtype is not torch.float64 or shares.shape != spans.shape[:1] or len(spans) > MAX_SHARES:
         raise DataError("a file has no spans with shares where it should; it is read as missing")
     rows = [(begin, end, share) for (begin, end), share in zip(spans.tolist(), shares.tolist(), strict=True)]
     try:
@@ -77,7 +77,7 @@ def shares_of_tensors(spans: Tensor, shares: Tensor) -> tuple[SpanShare, ...]:
 
 
 def kept_refusal(policy: Policy, codecs: Iterable[Codec], rolling: bool = False) -> str | None:
-    """Why spans cannot be kept, and what to do instead; None where they can. See `fair_refusal`."""
+    """Return why spans cannot be kept and what to do instead, or None. See `fair_refusal`."""
     if (reason := policy.kept_refusal()) is not None:
         return reason
     if any(codec.ages for codec in codecs):
@@ -86,10 +86,12 @@ def kept_refusal(policy: Policy, codecs: Iterable[Codec], rolling: bool = False)
 
 
 def fair_refusal(policy: Policy, codecs: Iterable[Codec], rolling: bool = False) -> str | None:
-    """Why spans cannot have a share of the budget, and what to do instead; None where they can.
+    """Return why spans cannot have a share of the budget and what to do instead, or None.
 
     Args:
-        codecs: of the layers. rolling: whether positions move when a text is longer than the context.
+        policy: Policy of the cache.
+        codecs: Codecs of the layers.
+        rolling: Whether positions move when a text is longer than the context.
     """
     codecs = list(codecs)
     if any(codec.ages for codec in codecs):
@@ -102,47 +104,57 @@ def fair_refusal(policy: Policy, codecs: Iterable[Codec], rolling: bool = False)
 
 
 class FairShares(TextMarks[SpanShare]):
-    """The spans with shares of a batch of sequences."""
+    """Spans with shares of a batch of sequences."""
 
     def _joined(self, marks: Sequence[SpanShare]) -> tuple[SpanShare, ...]:
         return shares_in_order(marks, "spans")
 
     def _set(self, marks: list[tuple[SpanShare, ...]]) -> None:
         super()._set(marks)
-        most = max(map(len, marks), default=0)
-        rows = [[*own, *[(BEHIND, BEHIND, 0.0)] * (most - len(own))] for own in marks]
-        numbers = np.array(rows, dtype=np.float64).reshape(len(marks), most, 3)
+        max_spans = max(map(len, marks), default=0)
+        rows = [[*spans, *[(BEHIND, BEHIND, 0.0)] * (max_spans - len(spans))] for spans in marks]
+        numbers = np.array(rows, dtype=np.float64).reshape(len(marks), max_spans, 3)
         self._spans: Ints = numbers[..., :2].astype(np.int64)  # (S, m, 2)
         self._shares: Floats = numbers[..., 2]  # (S, m)
 
     def _seen(self, begin: Ints, end: Ints) -> Ints:
-        """(S, m) tokens of each span among positions begin (S, 1) to end (S, 1)."""
+        """Return the tokens of each span among positions begin (S, 1) to end (S, 1), (S, m)."""
         inside = self._spans.clip(begin[..., None], end[..., None])
-        found: Ints = inside[..., 1] - inside[..., 0]
-        return found
+        tokens: Ints = inside[..., 1] - inside[..., 0]
+        return tokens
 
     def least(self, seen: Ints, budgets: Ints, free: Ints, window: int, device: torch.device) -> Tensor | None:
-        """(S, m, 3) int32 of a decoding step: see `StepRegions.least`; None where no sequence has spans.
+        """Return the spans of a decoding step and how many entries of each stay, (S, m, 3) int32.
+
+        See `StepRegions.least`; None if no sequence has spans.
 
         Args:
-            seen, budgets, free: (S,) tokens of each text, B and F. window: that the layer sees; 0: all.
+            seen: Tokens of each text, (S,).
+            budgets: B of each text, (S,).
+            free: F of each text, (S,).
+            window: Window of the layer; 0 for all.
+            device: Device of the result.
         """
         if not self:
             return None
         end = seen[:, None]
         visible = np.minimum(end, window) if window else end
-        wanted = self._shares * budgets[:, None]
-        count = fewest(self._seen(end - visible, end), visible, wanted, free[:, None])
+        shares_in_entries = self._shares * budgets[:, None]
+        count = fewest(self._seen(end - visible, end), visible, shares_in_entries, free[:, None])
         return torch.from_numpy(np.concatenate([self._spans, count[..., None]], 2).astype(np.int32)).to(device)
 
     def view(
         self, sequence: int, seen: int, visible: int, budget: int, aside: Tensor | None, positions: Tensor
     ) -> FairSpans | None:
-        """The spans of one sequence for a plan; None where it has none.
+        """Return the spans of one sequence for a plan; None if it has none.
 
         Args:
-            seen: tokens of the text. visible: of them, those that the layer sees. budget: B.
-            aside: (H, N) bool, which of the entries at positions (H, N) stay whatever the plan says; None: none.
+            sequence: Sequence in the batch.
+            seen: Tokens of the text.
+            visible: Those of them that the layer sees.
+            budget: B.
+            aside: Which of the entries stay whatever the plan is, (H, N) bool; None for none.
+            positions: Positions of the entries, (H, N).
         """
         n = len(self.of(sequence))
         if not n:
@@ -150,31 +162,32 @@ class FairShares(TextMarks[SpanShare]):
         spans, shares = self._spans[sequence, :n], self._shares[sequence, :n]
         end = np.array([[seen]])
         tokens = self._seen(end - visible, end)[sequence, :n]
-        held = torch.zeros(len(positions), n, dtype=torch.int64, device=positions.device)
+        aside_counts = torch.zeros(len(positions), n, dtype=torch.int64, device=positions.device)
         if aside is not None:
-            for place, (begin, last) in enumerate(spans.tolist()):
-                held[:, place] = (aside & (positions >= begin) & (positions < last)).sum(1)
-        return FairSpans(spans, tokens, visible, shares * budget, held)
+            for index, (begin, last) in enumerate(spans.tolist()):
+                aside_counts[:, index] = (aside & (positions >= begin) & (positions < last)).sum(1)
+        return FairSpans(spans, tokens, visible, shares * budget, aside_counts)
 
 
 class BatchMarks:
-    """All marks of the texts of a batch of sequences.
+    """Marks of the texts of a batch of sequences.
 
     Attributes:
-        kept: spans of positions that stay in every head of every layer. shares: spans that keep a share of the budget
-            there, see `millpond.policy.fair_shares`. dropped: spans that no head holds any more.
+        kept: Spans of positions that stay in every head of every layer.
+        shares: Spans that keep a share of the budget there, see `millpond.policy.fair_shares`.
+        dropped: Spans that no head holds any more.
     """
 
     def __init__(self) -> None:
         self.kept, self.shares, self.dropped = KeptSpans(), FairShares(), DroppedSpans()
 
     def expect(self, marks: PromptMarks) -> None:
-        """Keep what `marks` names of each sequence of the prompt that is read next."""
+        """Mark each sequence of the prompt that is read next."""
         self.kept.expect(marks.keep)
         self.shares.expect(marks.shares)
 
     def add(self, marks: PromptMarks, sequence: int) -> None:
-        """Keep what `marks` names of one sequence in addition.
+        """Mark one sequence in addition.
 
         Raises:
             OptionError: spans that overlap, or too many.
@@ -183,28 +196,28 @@ class BatchMarks:
         self.shares.add(marks.shares, sequence)
 
     def hold(self, marks: PromptMarks) -> bool:
-        """Whether the first sequence was told what it is to keep."""
+        """Whether the first sequence has these kinds of marks already."""
         return bool((self.kept.of(0) or not marks.keep) and (self.shares.of(0) or not marks.shares))
 
     def begin(self, n_seq: int) -> None:
-        """A prompt of `n_seq` sequences begins, see `TextMarks.begin`."""
+        """Begin a prompt of `n_seq` sequences, see `TextMarks.begin`."""
         self.kept.begin(n_seq)
         self.shares.begin(n_seq)
 
     def reset(self) -> None:
-        """No sequence is there any more; what is expected of the next prompt stays."""
+        """Forget all sequences; marks of the next prompt stay."""
         self.kept.reset()
         self.shares.reset()
         self.dropped.reset()
 
     def select(self, sequences: Sequence[int]) -> None:
-        """Follow a choice or re-ordering of sequences."""
+        """Follow a selection or re-ordering of sequences."""
         self.kept.select(sequences)
         self.shares.select(sequences)
         self.dropped.select(sequences)
 
     def copy(self, sequences: Sequence[int]) -> BatchMarks:
-        """Those of some sequences, which change on their own."""
+        """Return an independent copy of the marks of some sequences."""
         other = BatchMarks()
         other.kept = self.kept.copy(sequences)
         other.shares = self.shares.copy(sequences)
@@ -212,7 +225,7 @@ class BatchMarks:
         return other
 
     def join(self, other: BatchMarks, n_seq: int) -> None:
-        """Take over those of the sequences of `other`, after the `n_seq` of this batch."""
+        """Take the marks of the sequences of `other`, after the `n_seq` of this batch."""
         self.kept.join(other.kept)
         self.shares.join(other.shares)
         self.dropped.join(other.dropped, n_seq)

@@ -1,4 +1,4 @@
-"""The id of every token of each sequence, by position, for policies that read tokens."""
+"""Id of every token of each sequence, by position, for policies that read tokens."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from millpond.errors import CacheMismatchError
 
 
 class TokenIds:
-    """Ids of all tokens seen, those whose entries were evicted too.
+    """Ids of all tokens seen, also of those whose entries were evicted.
 
     Args:
-        required: passes without ids are refused; else their tokens have id -1.
+        required: Whether passes without ids are refused; else their tokens have id -1.
     """
 
     def __init__(self, required: bool = True) -> None:
@@ -22,13 +22,16 @@ class TokenIds:
         self._first = 0
 
     def expect(self, ids: Tensor | None, first: int) -> None:
-        """The ids (S, columns) of the pass that begins after `first` columns; None: it was given none."""
+        """Expect the ids (S, columns) of the pass after `first` columns; None if it has none."""
         self._coming, self._first = ids, first
 
     def take(self, start: int, grid: Tensor, longest: int) -> None:
-        """Learn the ids of the columns from `start` on, which hold the tokens at positions `grid` (S, n), -1 for pads.
+        """Store the ids of columns from `start` on, at positions `grid` (S, n), -1 for pads.
 
-        longest: tokens of the longest sequence.
+        Args:
+            start: First column.
+            grid: Positions of the tokens.
+            longest: Tokens of the longest sequence.
 
         Raises:
             CacheMismatchError: the model was not given ids for these tokens, and they are required.
@@ -48,45 +51,45 @@ class TokenIds:
 
     @property
     def device(self) -> torch.device:
-        """Where the ids are."""
+        """Device of the ids."""
         return self._ids.device
 
     @property
     def all(self) -> Tensor:
-        """(S, n) int64, n above every position: the id at each position, any number where there was none yet."""
+        """Id at each position, (S, n) int64, n above every position; any number if there was none yet."""
         return self._ids
 
     def at(self, sequences: Tensor, positions: Tensor) -> Tensor:
-        """The ids (n, ...) of the tokens of `sequences` (n,) at `positions` (n, ...); any number where -1."""
+        """Return the ids of tokens of `sequences` (n,) at `positions` (n, ...); any id for -1."""
         rows = sequences.view(-1, *[1] * (positions.ndim - 1))
         return self._ids[rows, positions.long()]
 
     def select(self, sequences: list[int]) -> None:
-        """Follow a choice of sequences."""
+        """Follow a selection of sequences."""
         self._ids = self._ids[sequences]
 
     def copy(self, sequences: list[int]) -> TokenIds:
-        """A copy of some sequences that changes on its own."""
+        """Return an independent copy of some sequences."""
         other = TokenIds(self._required)
         other._ids = self._ids[sequences]
         return other
 
     def join(self, other: TokenIds) -> None:
-        """Take over the sequences of `other`, after these."""
+        """Take the sequences of `other`, after these."""
         columns = max(self._ids.shape[1], other._ids.shape[1])
-        before = self._ids
-        self._ids = before.new_zeros(len(before) + len(other._ids), columns).to(other._ids.device)
-        self._ids[: len(before), : before.shape[1] - 1] = before[:, :-1]
-        self._ids[len(before) :, : other._ids.shape[1] - 1] = other._ids[:, :-1]
+        own_ids = self._ids
+        self._ids = own_ids.new_zeros(len(own_ids) + len(other._ids), columns).to(other._ids.device)
+        self._ids[: len(own_ids), : own_ids.shape[1] - 1] = own_ids[:, :-1]
+        self._ids[len(own_ids) :, : other._ids.shape[1] - 1] = other._ids[:, :-1]
 
     def reset(self) -> None:
         """Forget everything."""
         self._ids, self._coming, self._first = self._ids.new_zeros(0, 1), None, 0
 
     def _grow(self, n_seq: int, columns: int, device: torch.device) -> None:
-        held = self._ids.shape[1]
-        if len(self._ids) == n_seq and columns <= held:
+        capacity = self._ids.shape[1]
+        if len(self._ids) == n_seq and columns <= capacity:
             return
-        grown = torch.zeros(n_seq, max(columns, 2 * held), dtype=torch.int64, device=device)
-        grown[: len(self._ids), : held - 1] = self._ids[:, : held - 1]
+        grown = torch.zeros(n_seq, max(columns, 2 * capacity), dtype=torch.int64, device=device)
+        grown[: len(self._ids), : capacity - 1] = self._ids[:, : capacity - 1]
         self._ids = grown

@@ -235,8 +235,8 @@ class DiskTier:
                 need[part.pool] = need.get(part.pool, 0) + spare * len(part.held())
                 if not part.pool.can_allocate(need[part.pool]):
                     return
-            account = table.pool.account
-            if account is not None and not account.can_take(need):
+            memory_limit = table.pool.memory_limit
+            if memory_limit is not None and not memory_limit.can_take(need):
                 return
             spare = 2
             self._coming[layer_cache] = self._begin(layer_cache)

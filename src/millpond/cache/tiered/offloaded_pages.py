@@ -150,7 +150,7 @@ class OffloadedPages(RefCountedPool[SideArrays]):
         self._row: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         masses = pool.arrays.masses
         arrays = SideArrays(pool.slots, masses)
-        super().__init__(arrays, 0, side_page_bytes(pool), None, pool.account)
+        super().__init__(arrays, 0, side_page_bytes(pool), None, pool.memory_limit)
 
     @property
     def nbytes(self) -> int:
@@ -212,7 +212,7 @@ class OffloadedPages(RefCountedPool[SideArrays]):
 
     def _grow(self, missing: int) -> int:
         more, free = missing + self.n_pages // _SPARE, self.n_pages - self.n_live
-        if self.account is not None and not self.account.can_take({self: free + more}):
+        if self.memory_limit is not None and not self.memory_limit.can_take({self: free + more}):
             more = missing
         self._extend(more)
         return more

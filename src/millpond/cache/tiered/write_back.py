@@ -159,9 +159,9 @@ def _due(part: Holder, offloaded: OffloadedPages, ids: PageIds, region: npt.NDAr
 
 def _has_room(offloaded: OffloadedPages, nbytes: int) -> bool:
     """Whether the limit of the pool has room for `nbytes` more."""
-    account = offloaded.account
-    limit = None if account is None else account.limit_bytes
-    return account is None or limit is None or account.nbytes + nbytes <= limit
+    memory_limit = offloaded.memory_limit
+    limit = None if memory_limit is None else memory_limit.limit_bytes
+    return memory_limit is None or limit is None or memory_limit.nbytes + nbytes <= limit
 
 
 def _slotwise(pool: RefCountedPool[Any]) -> bool:

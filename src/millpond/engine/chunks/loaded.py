@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from millpond.cache.chunks.store import ChunkStore
-from millpond.cache.chunks.tiers import ChunkUse, Place
+from millpond.cache.chunks.tiers import ChunkUse, VariantKey
 from millpond.cache.chunks.variant import StoredVariant, VariantFacts
 
 
@@ -69,7 +69,7 @@ class LoadedChunks:
 
     def __init__(self, store: ChunkStore) -> None:
         self._store, self.request = store, store.new_request()
-        self._variants: dict[Place, StoredVariant] = {}
+        self._variants: dict[VariantKey, StoredVariant] = {}
         self.nbytes = 0
         self.on_release: Callable[[], None] | None = None
 
@@ -83,7 +83,7 @@ class LoadedChunks:
 
     def take(self, facts: VariantFacts, share: float, use: ChunkUse) -> StoredVariant | None:
         """Return one of the variants, see `ChunkSource`."""
-        variant = self._variants.get(Place(facts.chunk, facts.name))
+        variant = self._variants.get(VariantKey(facts.chunk, facts.name))
         return self._store.take_held(facts, share, use) if variant is None else variant
 
     def missed(self) -> None:
@@ -92,7 +92,7 @@ class LoadedChunks:
 
     def add(self, variant: StoredVariant) -> None:
         """Add a variant; a known one changes nothing."""
-        place = Place(variant.facts.chunk, variant.facts.name)
+        place = VariantKey(variant.facts.chunk, variant.facts.name)
         if place not in self._variants:
             self._store.pin(variant.facts)
             self._variants[place] = variant

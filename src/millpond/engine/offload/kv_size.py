@@ -11,19 +11,17 @@ import torch
 
 from millpond.budget import Budget
 from millpond.cache.pages.memory_limit import MemoryLimit
-from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import DEFAULT_SLOTS
 from millpond.cache.pages.pool_set import PoolSet, pools_by_layer
 from millpond.codec import CodecSpec, LayerCodecs, codecs_of, resolve
 from millpond.engine.config import EngineConfig
-from millpond.engine.memory_estimate import decode_entries, estimate, keeps_pages, prefill_entries, unquantized
+from millpond.engine.memory_estimate import estimate, keeps_pages
 from millpond.engine.offload.model_size import ModelSize
 from millpond.errors import OptionError
-from millpond.hf.compress import budget_of, policy_of
+from millpond.hf.cache_spec import bounded_policy, budget_of, policy_of
 from millpond.kernels.decode_rules import Evict
 from millpond.presets import AUTO, choose
-from millpond.runner.cache_layout import CacheLayout, bounded_policy, check_packable
-from millpond.runner.packed_model import LayerShape
+from millpond.runner.cache_layout import CacheLayout, check_packable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,11 +123,11 @@ def kv_size(
     dims = [(shape.key_dim, shape.value_dim) for shape in shapes]
     picked = choose(method, budget, codec, evicting=bool(options)).on(dims)
     layout = cache_layout(model, picked.method, options or {}, picked.budget, picked.codec)
-    need = estimate(layout, shapes, prompt, new, 1)
-    far = estimate(layout, shapes, prompt, new, 1, on_disk=frozenset(range(len(shapes))))
-    one_far = estimate(layout, shapes, prompt, new, 1, on_disk=frozenset([0]))
     n = len(shapes)
-    kept = [sum(_held(layout, shape, prompt, new)) / 2 for shape in shapes]
+    need = estimate(layout, prompt, new, 1)
+    far = estimate(layout, prompt, new, 1, on_disk=frozenset(range(n)))
+    one_far = estimate(layout, prompt, new, 1, on_disk=frozenset([0]))
+    demands = layout.demands(prompt, new)
     heads = [layer.n_heads for layer in model.layers]
     flops = [2 * n * (shape.key_dim + shape.value_dim) for n, shape in zip(heads, shapes, strict=True)]
     return KVSize(
@@ -137,19 +135,19 @@ def kv_size(
         new=new,
         reading=need.prefill,
         held=need.each,
-        mean=estimate(layout, shapes, prompt, -(-new // 2), 1).each,
+        mean=estimate(layout, prompt, -(-new // 2), 1).each,
         far_reading=far.prefill,
         far_held=far.each,
         window_reading=_window(need.prefill, one_far.prefill, far.prefill, n),
         window_held=_window(need.each, one_far.each, far.each, n),
-        step_bytes=sum(_bytes(layout, shape, n) for shape, n in zip(shapes, kept, strict=True)),
-        new_bytes=sum(_bytes(layout, shape, 1) for shape in shapes),
-        prompt_bytes=sum(_prompt_bytes(layout, shape, prompt) for shape in shapes),
-        kept_bytes=sum(_bytes(layout, shape, _held(layout, shape, prompt, new)[0]) for shape in shapes),
-        settles=not keeps_pages(layout, shapes),
+        step_bytes=sum(demand.layer.kv_bytes(demand.mean_entries) for demand in demands),
+        new_bytes=sum(demand.layer.kv_bytes(1) for demand in demands),
+        prompt_bytes=sum(demand.prompt_bytes for demand in demands),
+        kept_bytes=sum(demand.layer.kv_bytes(demand.kept_entries) for demand in demands),
+        settles=not keeps_pages(layout),
         evicts=need.each < need.prefill,
         overwrites=layout.policy.decode_rule(0).evict is not Evict.NEVER,
-        step_flops=sum(each * n for each, n in zip(flops, kept, strict=True)),
+        step_flops=sum(each * demand.mean_entries for each, demand in zip(flops, demands, strict=True)),
         prompt_flops=sum(each * _pairs(prompt, shape.window) for each, shape in zip(flops, shapes, strict=True)),
         group=sum(heads) / sum(shape.n_kv_heads for shape in shapes),
         pools=len(layout.pools),
@@ -213,36 +211,6 @@ def cache_layout(
         lambda one: PoolSet(one or model.dtype, DEFAULT_SLOTS, memory_limit, masses=policy.mass_bias),
     )
     return CacheLayout(policy, kept, pools, model.shapes, model.dtype, torch.device("cpu"))
-
-
-def _held(layout: CacheLayout, shape: LayerShape, prompt: int, new: int) -> tuple[int, int]:
-    """Return entries per KV head after the plan of the prompt, and at most while decoding."""
-    table = PageTable(layout.pool(shape), 1, shape.n_kv_heads)
-    return decode_entries(layout, shape.index, shape, table, prompt, new)
-
-
-def _prompt_bytes(layout: CacheLayout, shape: LayerShape, prompt: int) -> float:
-    """Return the bytes of keys and values of a layer while a prompt is read."""
-    pool = layout.prompt_pool(shape)
-    entries = prefill_entries(layout, shape.index, shape, prompt)
-    return shape.n_kv_heads * entries * pool.kv_bytes_per_page / pool.slots
-
-
-def _bytes(layout: CacheLayout, shape: LayerShape, entries: float) -> float:
-    """Return the bytes of keys and values of `entries` entries of each KV head of a layer.
-
-    Quantized entries count as codes.
-    """
-    pool, packed, codec = layout.pool(shape), layout.packed_pools(shape), layout.codec(shape)
-    rest = entries if codec is None else min(entries, unquantized(layout, shape, int(entries)))
-    n_bytes = rest * pool.kv_bytes_per_page / pool.slots
-    for number, part in enumerate(packed):
-        below = entries
-        if codec is not None and number + 1 < len(packed):
-            below = min(entries, codec.tiers[number + 1].newest(int(entries)))
-        n_bytes += max(below - rest, 0) * part.kv_bytes_per_page / part.slots
-        rest = max(rest, below)
-    return shape.n_kv_heads * n_bytes
 
 
 def _pairs(prompt: int, window: int) -> int:

@@ -6,11 +6,18 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import exp, log
+from typing import Annotated
+
+from millpond.typed_json import Number
 
 #: Rows of the products that are timed.
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024)
 #: Number formats of the matrices of the products that are timed; rows of codes are bf16.
 WEIGHTS = ("bf16", "f32", "int8", "int4")
+#: Numbers as the file of a machine may hold them; 0 where nothing was measured.
+Rate = Annotated[float, Number(above=0)]
+Seconds = Annotated[float, Number(at_least=0)]
+Count = Annotated[int, Number(at_least=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +49,11 @@ class CallTimes:
         prompt_s: Of each layer for a prompt of which only a budget stays, when it ends.
     """
 
-    step_s: float
-    layer_s: float
-    sequence_s: float
-    piece_s: float
-    prompt_s: float
+    step_s: Seconds
+    layer_s: Seconds
+    sequence_s: Seconds
+    piece_s: Seconds
+    prompt_s: Seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,21 +79,21 @@ class MachineConstants:
         date: When it was measured.
     """
 
-    read_per_s: float
-    write_per_s: float
-    burst_per_s: float
-    memory_per_s: float
-    flops: Mapping[str, Mapping[int, float]]
-    attention: float
-    read_cpu_s: float
+    read_per_s: Rate
+    write_per_s: Seconds
+    burst_per_s: Rate
+    memory_per_s: Rate
+    flops: Mapping[str, Mapping[int, Rate]]
+    attention: Rate
+    read_cpu_s: Seconds
     calls: CallTimes
     disk_calls: CallTimes
     settled: bool = True
     accelerator: Accelerator | None = None
     folder: str = ""
     hardware: str = ""
-    threads: int = 1
-    cores: int = 1
+    threads: Count = 1
+    cores: Count = 1
     date: str = ""
     _sorted: dict[str, list[tuple[int, float]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 

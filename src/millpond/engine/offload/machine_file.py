@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from millpond.engine.offload.machine import ROWS, WEIGHTS, CallTimes, MachineConstants
+from millpond.engine.offload.machine import ROWS, WEIGHTS, MachineConstants
 from millpond.engine.offload.measure import hardware, measure
 from millpond.models.cache_folder import cache_folder
 from millpond.models.weights.packed_file import Report
 from millpond.option_files import read_file
+from millpond.typed_json import as_type
 
-#: Version of the file: changes when the meaning of a field does.
+#: Changes when the meaning of a field does.
 FORMAT = 2
-_MAX_BYTES = 65536
-_RATES = ("read_per_s", "burst_per_s", "memory_per_s", "attention")
+_MOST_BYTES = 65536
 
 
 def machine_constants(
@@ -34,57 +33,44 @@ def machine_constants(
     file: Path | None = None,
     measured_by: Callable[..., Any] = measure,
 ) -> MachineConstants:
-    """Return the constants of this machine for a folder, from its file or measured.
+    """The constants of this machine for a folder: from its file, or measured and written there.
 
-    Measured ones are written to the file. A file of other hardware, another number of threads or another folder counts
-    as none, and so does a damaged one.
+    A file of other hardware, another number of threads or another folder counts as none, and so does a damaged one.
 
     Args:
-        folder: The folder.
-        again: Measure in any case.
-        report: Called with the progress.
-        file: File to read, see `measure`.
-        measured_by: Function that measures.
+        again: measure in any case. report: shown how far it is. file: see `measure`. measured_by: measures.
 
     Raises:
         OptionError: see `measure`.
     """
-    path = path_of(folder, file)
-    stored = None if again else read(path)
-    if stored is not None and stored.folder == str(folder.resolve()) and stored.hardware == hardware():
-        return stored
-    measured: MachineConstants = measured_by(folder, report, *([] if file is None else [file]))
-    write(path, measured)
-    return measured
+    place = path_of(folder, file)
+    known = None if again else read(place)
+    if known is not None and known.folder == str(folder.resolve()) and known.hardware == hardware():
+        return known
+    found: MachineConstants = measured_by(folder, report, *([] if file is None else [file]))
+    write(place, found)
+    return found
 
 
 def path_of(folder: Path, file: Path | None = None) -> Path:
-    """Return the path of the constants of a folder, for the present number of threads.
-
-    Args:
-        folder: The folder.
-        file: File that is read there; None: none.
-    """
+    """Where the constants of a folder are kept, for the present number of threads, and of a file that is read there."""
     key = json.dumps([str(folder.resolve()), hardware(), torch.get_num_threads(), *([] if file is None else ["read"])])
     return cache_folder() / "machine" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
-def write(path: Path, constants: MachineConstants) -> None:
-    """Write a file under another name and rename it.
-
-    A cache folder that cannot be written is no error.
-    """
+def write(place: Path, constants: MachineConstants) -> None:
+    """Write a file under another name and rename it; a cache folder that cannot be written is no error."""
     fields = {name: value for name, value in asdict(constants).items() if not name.startswith("_")}
     text = json.dumps({"format": FORMAT, **fields}, indent=1)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=".", dir=path.parent)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=".", dir=place.parent)
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(name, path)
+            os.replace(name, place)
         except BaseException:
             os.unlink(name)
             raise
@@ -92,44 +78,25 @@ def write(path: Path, constants: MachineConstants) -> None:
         return
 
 
-def read(path: Path) -> MachineConstants | None:
-    """Return the constants in a file; None where there is none, or `write` did not finish it."""
+def read(place: Path) -> MachineConstants | None:
+    """The constants in a file; None where there is none, or it is not one that `write` made whole."""
     try:
-        content = read_file(path)
-        return _checked(json.loads(content)) if len(content) <= _MAX_BYTES else None
+        content = read_file(place)
+        return _checked(json.loads(content)) if len(content) <= _MOST_BYTES else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 
-def _checked(fields: Mapping[str, Any]) -> MachineConstants:
-    """Return the constants in parsed JSON.
-
-    Raises:
-        ValueError, TypeError, KeyError, AttributeError: they are none.
+def _checked(found: dict[str, Any]) -> MachineConstants:
     """
-    if fields["format"] != FORMAT or fields["accelerator"] is not None or set(fields["flops"]) != set(WEIGHTS):
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError: it is none.
+    """
+    if found.pop("format") != FORMAT or found.keys() != {one.name for one in fields(MachineConstants) if one.init}:
         raise ValueError("another format")
-    flops = {dtype: {int(rows): _rate(rate) for rows, rate in fields["flops"][dtype].items()} for dtype in WEIGHTS}
-    if any(tuple(sorted(table)) != ROWS for table in flops.values()):
+    constants: MachineConstants = as_type(MachineConstants, found)
+    if constants.accelerator is not None or constants.flops.keys() != set(WEIGHTS):
+        raise ValueError("another machine")
+    if any(tuple(sorted(table)) != ROWS for table in constants.flops.values()):
         raise ValueError("other rows")
-    texts = {name: fields[name] for name in ("folder", "hardware", "date")}
-    if not all(isinstance(text, str) for text in texts.values()) or not isinstance(fields["settled"], bool):
-        raise ValueError("no texts")
-    counts = {name: fields[name] for name in ("threads", "cores")}
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in counts.values()):
-        raise ValueError("no number of threads or cores")
-    values: dict[str, Any] = texts | counts | {name: _rate(fields[name]) for name in _RATES}
-    values |= {name: _rate_or_0(fields[name]) for name in ("write_per_s", "read_cpu_s")}
-    for name in ("calls", "disk_calls"):
-        values[name] = CallTimes(**{part: _rate_or_0(seconds) for part, seconds in fields[name].items()})
-    return MachineConstants(flops=flops, settled=fields["settled"], **values)
-
-
-def _rate_or_0(value: Any) -> float:
-    return 0.0 if value == 0 and not isinstance(value, bool) else _rate(value)
-
-
-def _rate(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{value!r} is no rate")
-    return float(value)
+    return constants

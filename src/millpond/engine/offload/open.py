@@ -372,11 +372,28 @@ def _kv_memory(ledger: Ledger, config: EngineConfig, streamed: StreamedLayers | 
     assert free_bytes is not None, "the host has a limit"
     if searched:
         return min(free_bytes, config.kv_limit or free_bytes)
-    if config.kv_limit is not None and config.kv_limit > free_bytes:
+    try:
+        return kv_of(free_bytes, "memory", config.kv_limit)
+    except BudgetError:
         if streamed is not None:
             streamed.close()
+        raise
+
+
+def kv_of(free_bytes: int, limit: str, requested: int | None) -> int:
+    """Return the bytes for KV, of those that are free.
+
+    Args:
+        free_bytes: Bytes that the limit leaves.
+        limit: The option that leaves them.
+        requested: `kv_memory` in bytes; None: all.
+
+    Raises:
+        BudgetError: more are requested than are free.
+    """
+    if requested is not None and requested > free_bytes:
         raise BudgetError(
-            f"kv_memory={config.kv_limit:,} bytes is more than the {free_bytes:,} that memory leaves for KV; lower it, "
-            "or raise memory"
+            f"kv_memory={requested:,} bytes is more than the {free_bytes:,} that {limit} leaves for KV; lower it, or "
+            f"raise {limit}"
         )
-    return free_bytes if config.kv_limit is None else config.kv_limit
+    return free_bytes if requested is None else requested

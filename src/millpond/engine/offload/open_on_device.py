@@ -14,7 +14,7 @@ from millpond.engine.config import EngineConfig
 from millpond.engine.offload.cost import StepMemory
 from millpond.engine.offload.kv_size import KVSize, kv_size, planned
 from millpond.engine.offload.model_size import ModelSize, fingerprint, size_of
-from millpond.engine.offload.open import Opened, Placement, check_dtype, folder_of
+from millpond.engine.offload.open import Opened, Placement, check_dtype, folder_of, kv_of
 from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, Capabilities, Plan, spread
 from millpond.engine.offload.planner import Workload, usual_workloads
 from millpond.errors import BudgetError, OptionError
@@ -219,7 +219,9 @@ def open_on_device(
         **streaming,
     )
     try:
-        config = replace(config, kv_memory=_kv_memory(ledger, config))
+        left = ledger.free(DEVICE)
+        if left is not None:
+            config = replace(config, kv_memory=kv_of(left, "device_memory", config.kv_limit))
         if config.kv_limit is not None:
             ledger.take(DEVICE, "kv", config.kv_limit)
     except BaseException:
@@ -240,20 +242,3 @@ def _placement(
     return Placement(
         plan=plan, bytes=bytes_by_tier, memory_bytes=limit, workload=searched_plan.workload, said=(str(searched_plan),)
     )
-
-
-def _kv_memory(ledger: Ledger, config: EngineConfig) -> int | None:
-    """Return the bytes for KV on the device.
-
-    Raises:
-        BudgetError: `kv_memory` is more than what is left.
-    """
-    free_bytes, kv_limit = ledger.free(DEVICE), config.kv_limit
-    if free_bytes is None or kv_limit is None:
-        return kv_limit if free_bytes is None else free_bytes
-    if kv_limit > free_bytes:
-        raise BudgetError(
-            f"kv_memory={kv_limit:,} bytes is more than the {free_bytes:,} that device_memory leaves for KV; lower it, "
-            "or raise device_memory"
-        )
-    return kv_limit

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from millpond.cache.atomic_files import PART, publish, remove_file, write_part
+from millpond.cache.atomic_files import PART, publish, remove_file, sync_folder, write_part
 from millpond.engine.sessions.stored_turn import TurnPlace
 from millpond.errors import OptionError
 
@@ -197,7 +197,7 @@ class SessionFolder:
                         return False
                     publish(part, path)
                 self.nbytes += len(data)
-                _sync(path.parent)
+                sync_folder(path.parent)
         except OSError:
             self.counts["write_failures"] += 1
             return False
@@ -277,12 +277,3 @@ class SessionFolder:
         part.chmod(0o600)
         publish(part, path)
         return new_secret
-
-
-def _sync(folder: Path) -> None:
-    """Let the names in a folder survive a loss of power."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

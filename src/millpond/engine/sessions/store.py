@@ -263,14 +263,8 @@ class SessionStore:
             disk_bytes=files.nbytes,
             disk_limit=files.limit,
             waiting_bytes=self._queue.nbytes,
-            hits=counts["hits"],
-            misses=counts["misses"],
-            stored=counts["stored"],
-            evicted=files.counts["evicted"],
-            torn=counts["torn"],
-            dropped=counts["dropped"],
-            write_failures=files.counts["write_failures"],
-            read_failures=files.counts["read_failures"],
+            **{name: counts[name] for name in ("hits", "misses", "stored", "torn", "dropped")},
+            **{name: files.counts[name] for name in ("evicted", "write_failures", "read_failures")},
         )
 
     def wait(self, timeout: float | None = None) -> bool:

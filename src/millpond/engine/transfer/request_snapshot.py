@@ -23,7 +23,9 @@ from millpond.option_files import OptionFile, OwnText
 from millpond.prompt_marks import PromptMarks
 from millpond.typed_json import from_json, to_json
 
-#: Name of this form of the bytes; another one is refused.
+#: Name of this form of the bytes; another one is refused. A new field of `Request` with a default travels by itself
+#: (`typed_json`), and bytes of before are read with the default: the version stays. It changes when a field loses its
+#: default, its name or its type, or when bytes of before would mean something else.
 FORMAT = "millpond-request-2"
 #: A token, its log probability, and those of the likeliest: `TokenLogprob` without texts.
 Logprob = tuple[int, float, tuple[tuple[int, float], ...]]

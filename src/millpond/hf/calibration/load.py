@@ -1,4 +1,4 @@
-"""Loading of calibrations: found for a model, verified against it, and applied to a codec."""
+"""Loading of calibrations: verified against the model, and applied to a codec."""
 
 from __future__ import annotations
 
@@ -17,65 +17,70 @@ from millpond.hf.signals.rotary import ModelRotation, layer_rotations
 #: A calibration, or its file.
 CalibrationSource = Calibration | str | os.PathLike[str] | None
 #: Numbers of each parameter that the mark of a model reads.
-LOOKED_AT = 16
+MARKED_NUMBERS = 16
 
 
 def needs_calibration(codec: CodecSpec) -> bool:
     """Whether a codec, by name, needs a calibration."""
-    return any(one.calibrated for one in codecs_of(resolve(codec)))
+    return any(spec.calibrated for spec in codecs_of(resolve(codec)))
 
 
-def loaded(given: CalibrationSource) -> Calibration | None:
-    """A calibration as it is, or from its file.
+def loaded(source: CalibrationSource) -> Calibration | None:
+    """Return a calibration as it is, or from its file.
 
     Raises:
         DataError: the file cannot be read, or is none.
     """
-    return given if given is None or isinstance(given, Calibration) else load_calibration(given)
+    return source if source is None or isinstance(source, Calibration) else load_calibration(source)
 
 
 def calibrated(
-    stored: LayerCodecs | Format, given: CalibrationSource, model: PreTrainedModel, n_layers: int
+    stored: LayerCodecs | Format, source: CalibrationSource, model: PreTrainedModel, n_layers: int
 ) -> LayerCodecs | Format:
-    """What is stored, with the calibration that its codecs need.
+    """Return the storage formats with the calibration that their codecs need.
 
     Args:
-        n_layers: of the model.
+        stored: Formats of the layers.
+        source: A calibration or its file; None for none.
+        model: Model of the cache.
+        n_layers: Attention layers of the model.
 
     Raises:
         OptionError: a codec needs a calibration and none is given, or none takes one; layers that the model lacks.
-        CacheMismatchError: the calibration is of another model. DataError: it cannot be read.
+        CacheMismatchError: the calibration is of another model.
+        DataError: it cannot be read.
     """
     if isinstance(stored, LayerCodecs):
         stored.check_layers(n_layers)
-    needing = [one for one in codecs_of(stored) if one.calibrated]
-    if not needing:
-        if given is not None:
+    calibrated_codecs = [storage for storage in codecs_of(stored) if storage.calibrated]
+    if not calibrated_codecs:
+        if source is not None:
             raise OptionError("calibration: only kvquant2, kvquant3 and kvquant4 take one; leave it out")
         return stored
-    known = loaded(given)
-    if known is None:
+    calibration = loaded(source)
+    if calibration is None:
         raise OptionError(
-            f"codec {needing[0].name!r} needs a calibration of this model: make one with 'millpond calibrate', and "
-            "give its file as calibration"
+            f"codec {calibrated_codecs[0].name!r} needs a calibration of this model: make one with 'millpond calibrate'"
+            ", and give its file as calibration"
         )
-    if known.model != model_mark(model) or len(known.layers) != n_layers:
+    if calibration.model != model_mark(model) or len(calibration.layers) != n_layers:
         raise CacheMismatchError(
-            f"this calibration was made for another model ({known.name}) than this {type(model).__name__}, for other "
-            "weights, or for the same ones in other numbers of 16 bits: calibrate this one with 'millpond calibrate'"
+            f"this calibration was made for another model ({calibration.name}) than this {type(model).__name__}, for "
+            "other weights, or for the same ones in other numbers of 16 bits: calibrate this one with "
+            "'millpond calibrate'"
         )
 
-    def applied(one: Format) -> Format:
-        return known.applied(one) if isinstance(one, Codec) and one.calibrated else one
+    def applied(storage: Format) -> Format:
+        return calibration.applied(storage) if isinstance(storage, Codec) and storage.calibrated else storage
 
     return stored.map(applied) if isinstance(stored, LayerCodecs) else applied(stored)
 
 
 def ropes_of(stored: Format, profile: ModelProfile) -> RopeTables | None:
-    """How the layers turn keys that are stored before RoPE; None where none are.
+    """Return how the layers rotate keys that are stored before RoPE; None if none are.
 
     Raises:
-        UnsupportedModelError: its rotation cannot be undone.
+        UnsupportedModelError: the rotation cannot be undone.
     """
     if not isinstance(stored, Codec) or not stored.pre_rope:
         return None
@@ -83,7 +88,7 @@ def ropes_of(stored: Format, profile: ModelProfile) -> RopeTables | None:
 
 
 def rotations_before_rope(profile: ModelProfile) -> list[ModelRotation | None]:
-    """How the layers turn their keys.
+    """Return how the layers rotate their keys.
 
     Raises:
         UnsupportedModelError: it cannot be undone.
@@ -97,10 +102,13 @@ def rotations_before_rope(profile: ModelProfile) -> list[ModelRotation | None]:
 
 
 def model_mark(model: PreTrainedModel) -> str:
-    """Identity of a model, whatever wider dtype it was loaded in: names, shapes and some numbers."""
+    """Return the identity of a model, in whatever wider dtype it was loaded.
+
+    It covers names, shapes and some numbers.
+    """
     digest = hashlib.sha256(type(model).__name__.encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
         if not parameter.is_meta:
-            digest.update(parameter.detach().flatten()[:LOOKED_AT].bfloat16().float().cpu().numpy().tobytes())
+            digest.update(parameter.detach().flatten()[:MARKED_NUMBERS].bfloat16().float().cpu().numpy().tobytes())
     return digest.hexdigest()

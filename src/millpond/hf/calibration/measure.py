@@ -27,8 +27,8 @@ from millpond.models.cache_argument import cache_argument
 
 #: Called with the number of steps done and of all steps.
 Progress = Callable[[int, int], None]
-#: Fewest tokens that say something of ranges whose outer 1 % is left out.
-FEWEST = 256
+#: Fewest tokens for a measurement of ranges whose outer 1 % is left out.
+MIN_TOKENS = 256
 #: Entries of a page of codes.
 SLOTS = codec_named("kvquant4").slots
 
@@ -50,18 +50,24 @@ def calibrate(
     """Find the ranges of the key channels, and the numbers that codes represent.
 
     Args:
-        ids: (n,) the tokens of a text, of which `windows` runs of `length` tokens are read, spread over it.
-        bits: of the codes: 2, 3 or 4. outliers: share of the numbers that is stored as outliers.
-        sinks: first entries of a text that stay plain, and say nothing here.
-        fisher: weigh by squared gradients; False: every number alike.
-        by_range: weigh by the squared range of a number's channel or token too: the codes stand for numbers divided by
-            it, so that is what an error costs. Departs from the published code, which weighs by the gradients alone
-            (False).
-        normalise: bits whose codes are read as numbers of the mean and deviation of the text's (Q-Norm).
+        model: Model to measure.
+        ids: Tokens of a text, (n,), of which `windows` runs of `length` tokens are read, spread over it.
+        bits: Bits of the codes: 2, 3 or 4.
+        windows: Most runs of tokens to read.
+        length: Tokens of a run.
+        outliers: Share of the numbers that is stored as outliers.
+        sinks: First entries of a text that stay plain, and are left out here.
+        fisher: Whether to weigh by squared gradients; else every number alike.
+        by_range: Whether to weigh by the squared range of a number's channel or token too: the codes represent numbers
+            divided by it, so that is what an error costs. Departs from the published code, which weighs by the
+            gradients alone (False).
+        normalise: Bits whose codes are read as numbers of the mean and deviation of the text's (Q-Norm).
+        progress: Function that is called with the steps done and all steps.
 
     Raises:
         OptionError: bits without a format, a share or a count out of range, or a head_dim that pages cannot hold.
-        DataError: the text is too short. NumericsError: the model makes NaN of it.
+        DataError: the text is too short.
+        NumericsError: the model makes NaN of it.
         UnsupportedModelError: a model whose keys cannot be stored before RoPE.
     """
     profile = supported(model)
@@ -79,20 +85,20 @@ def calibrate(
         )
     _check_options(bits, normalise, windows, outliers, sinks)
     runs = _runs(ids, windows, min(length, profile.position_limit or length))
-    layers = profile.n_layers
-    rotations, total = rotations_before_rope(profile), len(runs) + layers
+    n_layers = profile.n_layers
+    rotations, total = rotations_before_rope(profile), len(runs) + n_layers
     read = []
     for done, run in enumerate(runs):
         progress(done, total)
         read.append(_read(model, run, rotations, sinks, fisher))
         for keys, values, *_ in read[-1]:
             codec_named("kvquant4").check_dims(keys.shape[2], values.shape[2])
-    found = []
-    for index in range(layers):
+    layer_calibrations = []
+    for index in range(n_layers):
         progress(len(runs) + index, total)
-        found.append(_layer(_joined([run[index] for run in read]), bits, outliers, by_range, normalise))
+        layer_calibrations.append(_layer(_joined([run[index] for run in read]), bits, outliers, by_range, normalise))
     progress(total, total)
-    return Calibration(tuple(found), model_mark(model), type(model).__name__, outliers, sinks)
+    return Calibration(tuple(layer_calibrations), model_mark(model), type(model).__name__, outliers, sinks)
 
 
 def _check_options(bits: Sequence[int], normalise: Sequence[int], windows: int, outliers: float, sinks: int) -> None:
@@ -105,15 +111,15 @@ def _check_options(bits: Sequence[int], normalise: Sequence[int], windows: int, 
         )
     if not 0 <= outliers <= 0.1:
         raise OptionError(f"outliers={outliers} must be a share from 0 to 0.1")
-    for name, value, least in (("windows", windows, 1), ("sinks", sinks, 0)):
-        if value < least:
-            raise OptionError(f"{name}={value} must be at least {least}")
+    for name, number, min_number in (("windows", windows, 1), ("sinks", sinks, 0)):
+        if number < min_number:
+            raise OptionError(f"{name}={number} must be at least {min_number}")
 
 
 def _runs(ids: Tensor, windows: int, length: int) -> list[Tensor]:
-    """Runs (1, length) of a text, spread over it; fewer where it is short."""
-    if len(ids) < FEWEST:
-        raise DataError(f"the text has {len(ids)} tokens; calibrating takes at least {FEWEST}, better 16,000")
+    """Return runs (1, length) of a text, spread over it; fewer if it is short."""
+    if len(ids) < MIN_TOKENS:
+        raise DataError(f"the text has {len(ids)} tokens; calibrating takes at least {MIN_TOKENS}, better 16,000")
     length = min(length, len(ids))
     count = min(windows, len(ids) // length)
     starts = [i * (len(ids) - length) // max(count - 1, 1) for i in range(count)]
@@ -121,34 +127,37 @@ def _runs(ids: Tensor, windows: int, length: int) -> list[Tensor]:
 
 
 #: Keys before RoPE and values (H, n, D), and the squares of the gradients at them, or None.
-_Found = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+_LayerStatistics = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def _read(
     model: PreTrainedModel, run: Tensor, rotations: Sequence[ModelRotation | None], sinks: int, fisher: bool
-) -> list[_Found]:
-    """What each layer makes of a run of tokens, in 16 bits, the first `sinks` left out."""
-    watch = _Watch(len(rotations))
+) -> list[_LayerStatistics]:
+    """Return the keys and values of each layer for a run of tokens, in 16 bits.
+
+    The first `sinks` tokens are left out.
+    """
+    recorder = _RecordingCache(len(rotations))
     undo = model.get_input_embeddings().register_forward_hook(_begin_gradients)
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(fisher):
-            logits = model(run.to(model.device), **cache_argument(watch), use_cache=True).logits[0]
+            logits = model(run.to(model.device), **cache_argument(recorder), use_cache=True).logits[0]
             loss = F.cross_entropy(logits[:-1].float(), run[0, 1:].to(logits.device), reduction="sum")
-            seen = watch.seen(type(model).__name__)
+            seen = recorder.recorded(type(model).__name__)
             grads = torch.autograd.grad(loss, [t for pair in seen for t in pair]) if fisher else ()
     finally:
         undo.remove()
     if not bool(torch.isfinite(loss)):
         raise NumericsError("the model's loss on this text is not a number; load it with --dtype f32 or bf16")
     positions = torch.arange(run.shape[1], device=logits.device)[None]
-    found: list[_Found] = []
+    statistics: list[_LayerStatistics] = []
     for index, (k, v) in enumerate(seen):
-        before = [t.detach().float() for t in ((k, grads[2 * index]) if fisher else (k,))]
+        key_and_grad = [t.detach().float() for t in ((k, grads[2 * index]) if fisher else (k,))]
         if (rotary := rotations[index]) is not None:
-            before = [rotary.rotate(t, positions, inverse=True) for t in before]
-        keys, *key_grad = (t[0, :, sinks:].cpu() for t in before)
+            key_and_grad = [rotary.rotate(t, positions, inverse=True) for t in key_and_grad]
+        keys, *key_grad = (t[0, :, sinks:].cpu() for t in key_and_grad)
         value_grad = grads[2 * index + 1].float().square()[0, :, sinks:].cpu() if fisher else None
-        found.append(
+        statistics.append(
             (
                 keys.bfloat16(),
                 v.detach()[0, :, sinks:].cpu().bfloat16(),
@@ -156,15 +165,15 @@ def _read(
                 value_grad,
             )
         )
-    return found
+    return statistics
 
 
 def _begin_gradients(module: Any, args: Any, out: Tensor) -> Tensor:
     return out.detach().requires_grad_(torch.is_grad_enabled())
 
 
-def _joined(runs: list[_Found]) -> _Found:
-    """What several runs of tokens have shown of one layer."""
+def _joined(runs: list[_LayerStatistics]) -> _LayerStatistics:
+    """Return the statistics of one layer over several runs of tokens."""
     keys, values, key_fisher, value_fisher = zip(*runs, strict=True)
     if key_fisher[0] is None:
         return torch.cat(keys, 1), torch.cat(values, 1), None, None
@@ -172,13 +181,13 @@ def _joined(runs: list[_Found]) -> _Found:
 
 
 def _layer(
-    found: _Found, bits: Sequence[int], outliers: float, by_range: bool, normalise: Sequence[int]
+    statistics: _LayerStatistics, bits: Sequence[int], outliers: float, by_range: bool, normalise: Sequence[int]
 ) -> LayerCalibration:
-    keys, values, key_fisher, value_fisher = found
+    keys, values, key_fisher, value_fisher = statistics
     n_heads, _, dim = keys.shape
-    side_by_side, weights = (None if t is None else t.transpose(0, 1).flatten(1) for t in (keys, key_fisher))
-    assert side_by_side is not None
-    y, w, scale, zero = normalised_keys(side_by_side, weights, outliers, by_range=by_range)
+    keys_of_heads, weights = (None if t is None else t.transpose(0, 1).flatten(1) for t in (keys, key_fisher))
+    assert keys_of_heads is not None
+    y, w, scale, zero = normalised_keys(keys_of_heads, weights, outliers, by_range=by_range)
     pages, page_weights = (None if t is None else _pages(t) for t in (values, value_fisher))
     assert pages is not None
     n_extra = round(outliers * SLOTS * values.shape[2])
@@ -192,7 +201,7 @@ def _layer(
 
 
 def _pages(x: Tensor) -> Tensor:
-    """(H, n, D) as pages (P, slots, D), the rest left out."""
+    """Return x (H, n, D) as pages, (P, slots, D), without an incomplete one."""
     return x[:, : x.shape[1] // SLOTS * SLOTS].reshape(-1, SLOTS, x.shape[2])
 
 
@@ -201,32 +210,32 @@ def _numbers(y: Tensor, weights: Tensor, bits: int, normalise: bool) -> Numbers:
     return Numbers(*q_norm(table, y)) if normalise else Numbers(table)
 
 
-class _WatchedLayer(PassLayer):  # type: ignore[no-untyped-call]
-    """One layer, which remembers the keys and values of one pass and hands them on."""
+class _RecordingLayer(PassLayer):  # type: ignore[no-untyped-call]
+    """Layer that records the keys and values of one pass and hands them on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: tuple[Tensor, Tensor] | None = None
+        self.recorded: tuple[Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.found = key_states, value_states
+        self.recorded = key_states, value_states
         return key_states, value_states
 
 
-class _Watch(Cache):
-    """The cache of a pass whose keys and values are observed."""
+class _RecordingCache(Cache):
+    """Cache of a pass whose keys and values are recorded."""
 
     def __init__(self, n_layers: int) -> None:
-        self._watched = [_WatchedLayer() for _ in range(n_layers)]
-        super().__init__(layers=list(self._watched))
+        self._recording = [_RecordingLayer() for _ in range(n_layers)]
+        super().__init__(layers=list(self._recording))
 
-    def seen(self, name: str) -> list[tuple[Tensor, Tensor]]:
-        """Keys after RoPE and values (1, H, n, D) of every layer.
+    def recorded(self, name: str) -> list[tuple[Tensor, Tensor]]:
+        """Return keys after RoPE and values (1, H, n, D) of every layer.
 
         Raises:
             UnsupportedModelError: a layer of the model `name` brought none.
         """
-        found = [layer.found for layer in self._watched if layer.found is not None]
-        if len(found) < len(self._watched):
+        recorded = [layer.recorded for layer in self._recording if layer.recorded is not None]
+        if len(recorded) < len(self._recording):
             raise UnsupportedModelError(f"{name}: not every layer hands its keys and values to a cache")
-        return found
+        return recorded

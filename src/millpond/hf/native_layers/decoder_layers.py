@@ -25,14 +25,17 @@ from millpond.models.lean.watch import Watch, own_forward
 
 #: Keyword arguments of a layer that its attention uses; others are ignored.
 _SETTINGS = ("scaling", "sliding_window", "softcap", "s_aux", "position_bias")
-_TRIAL, _SEEN = "millpond_trial", "_millpond_seen"
+_TRIAL, _SETTINGS_KEY = "millpond_trial", "_millpond_settings"
 
 
 class _Parts(NamedTuple):
-    """A layer taken apart.
+    """Parts of a layer.
 
     Attributes:
-        settings: of its attention, as the layer itself passes them. dtype: of all weights.
+        attention: Its attention module.
+        block: Its weights as native calls take them.
+        settings: Keyword arguments of its attention, as the layer itself passes them.
+        dtype: Dtype of all weights.
     """
 
     attention: Any
@@ -41,11 +44,13 @@ class _Parts(NamedTuple):
     dtype: torch.dtype
 
 
-class _Known(NamedTuple):
-    """What is known of a layer, as long as `watch` finds it the same.
+class _LayerRecord(NamedTuple):
+    """Record of a layer, valid as long as `watch` reports it unchanged.
 
     Attributes:
-        tried: whether it was tried out. parts: None if it was not, or only its own forward will do.
+        watch: Watch of the modules inside the layer.
+        tried: Whether it was tried out.
+        parts: Its parts; None if it was not tried, or must use its own forward.
     """
 
     watch: Watch
@@ -53,8 +58,8 @@ class _Known(NamedTuple):
     parts: _Parts | None = None
 
 
-#: The layers that are switched.
-_known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
+#: Records of the layers that are switched.
+_records: weakref.WeakKeyDictionary[nn.Module, _LayerRecord] = weakref.WeakKeyDictionary()
 
 
 def forward(
@@ -67,7 +72,7 @@ def forward(
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Stands in for the forward of a decoder layer."""
+    """Run a decoder layer natively if possible, in place of its forward."""
     parts = None
     if cache is None:
         cache = kwargs.pop("past_key_values", None)
@@ -92,65 +97,65 @@ STAND_IN = ForwardOverride(forward)
 
 
 def _parts_of(layer: nn.Module, dtype: torch.dtype) -> _Parts | None:
-    """The parts of a layer that may pass rows of this dtype natively now; None where its own forward must.
+    """Return the parts of a layer that may pass rows of this dtype natively now, or None.
 
     A layer of which anything was replaced since is taken apart and tried out again.
     """
-    known = _known.get(layer)
-    if known is None:
+    record = _records.get(layer)
+    if record is None:
         return None
-    if not known.watch.same():
-        _known[layer] = known = _begin(layer)
-    if not known.watch.quiet():
+    if not record.watch.same():
+        _records[layer] = record = _begin(layer)
+    if not record.watch.quiet():
         return None
-    if not known.tried:
-        _known[layer] = known = _learn(layer, known)
-    parts = known.parts
+    if not record.tried:
+        _records[layer] = record = _learn(layer, record)
+    parts = record.parts
     if parts is None or parts.dtype is not dtype:
         return None
     return parts if parts.attention.config._attn_implementation in AttentionInterface._global_mapping else None
 
 
 def _run(parts: _Parts, x: Tensor, mask: Tensor | None, cache: Any, embeddings: tuple[Tensor, Tensor]) -> Tensor:
-    """The layer: (B, Q, width) -> (B, Q, width)."""
+    """Run a layer: (B, Q, width) -> (B, Q, width)."""
     module = parts.attention
     batch, length = x.shape[:2]
-    together: Any = AttentionInterface._global_mapping[module.config._attn_implementation]
+    attention_function: Any = AttentionInterface._global_mapping[module.config._attn_implementation]
 
     def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.view(batch, length, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
         if cache is not None:
             k, v = cache.update(k, v, index)
-        out: Tensor = together(module, q, k, v, mask, dropout=0.0, **parts.settings)[0]
+        out: Tensor = attention_function(module, q, k, v, mask, dropout=0.0, **parts.settings)[0]
         return out.reshape(batch * length, -1)
 
     cos, sin = (t.expand(batch, length, -1).reshape(batch * length, -1) for t in embeddings)
-    wide = x.reshape(batch * length, -1)
-    return parts.block.forward(wide, (cos, sin), attend, choose(wide)).view(x.shape)
+    rows = x.reshape(batch * length, -1)
+    return parts.block.forward(rows, (cos, sin), attend, choose(rows)).view(x.shape)
 
 
 def use_lean_layers(model: nn.Module) -> Callable[[], None]:
-    """Let decoder layers that are built as Llama's is pass few rows (decoding) through native calls.
+    """Let decoder layers that are built as Llama's pass few rows (decoding) in native calls.
 
     A layer is switched if its modules are those of Llama or Qwen3 and a trial gives what its own forward gives. Only
     `forward` is replaced; passes of many rows, with gradients, or with hooks inside the layer take the layer's own.
 
     Returns:
-        What undoes it, once no other caller needs it.
+        Function that undoes it, once no other caller needs it.
     """
-    ours = []
+    switched = []
     for module in model.modules():
         if not STAND_IN.serves(module):
             if not _may_be_taken_apart(module):
                 continue
-            known = _begin(module)
-            if known.watch.quiet():
-                known = _learn(module, known)
-            if known.parts is None:
+            record = _begin(module)
+            if record.watch.quiet():
+                record = _learn(module, record)
+            if record.parts is None:
                 continue
-            _known[module] = known
-        ours.append(module)
-    return STAND_IN.begin(ours)
+            _records[module] = record
+        switched.append(module)
+    return STAND_IN.begin(switched)
 
 
 def _may_be_taken_apart(layer: Any) -> bool:
@@ -158,18 +163,18 @@ def _may_be_taken_apart(layer: Any) -> bool:
     return hasattr(layer, "input_layernorm") and hasattr(getattr(layer, "self_attn", None), "config")
 
 
-def _begin(layer: nn.Module) -> _Known:
-    """A layer as it is now, not tried out yet."""
-    return _Known(Watch([module for module in layer.modules() if module is not layer], around=layer))
+def _begin(layer: nn.Module) -> _LayerRecord:
+    """Return the record of a layer in its current state, not tried out yet."""
+    return _LayerRecord(Watch([module for module in layer.modules() if module is not layer], around=layer))
 
 
-def _learn(layer: nn.Module, known: _Known) -> _Known:
-    """What the layer is made of, and whether our pass gives what its own forward gives."""
-    return known._replace(tried=True, parts=_take_apart(layer))
+def _learn(layer: nn.Module, record: _LayerRecord) -> _LayerRecord:
+    """Return the record with the layer's parts, if our pass agrees with its own forward."""
+    return record._replace(tried=True, parts=_take_apart(layer))
 
 
 def _take_apart(layer: Any) -> _Parts | None:
-    """The parts of a decoder layer as Llama has it; None if it is anything else, or computes anything else."""
+    """Return the parts of a decoder layer as Llama has it; None if it computes anything else."""
     inside = [module for module in layer.modules() if module is not layer]
     if not _may_be_taken_apart(layer) or any(own_forward(module) is not None for module in (layer, *inside)):
         return None
@@ -186,53 +191,53 @@ def _take_apart(layer: Any) -> _Parts | None:
 
 @torch.no_grad()
 def _try_out(layer: Any, block: Block, weights: list[Tensor | None]) -> _Parts | None:
-    """The layer's parts, if our pass and its own agree on two random tokens."""
+    """Return the layer's parts, if our pass and its own agree on two random tokens."""
     weight, attn = layer.input_layernorm.weight, layer.self_attn
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 2, len(weight), generator=draw).to(weight.dtype)
-    angles = torch.rand(1, 2, attn.head_dim // 2, generator=draw).repeat(1, 1, 2) * 6
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 2, len(weight), generator=generator).to(weight.dtype)
+    angles = torch.rand(1, 2, attn.head_dim // 2, generator=generator).repeat(1, 1, 2) * 6
     embeddings = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     if not decoder_ops.fits(x, weights):
         return None
-    twin, seen = _twin(layer)
+    twin, settings = _twin(layer)
     try:
-        own = type(layer).forward(twin, x, position_embeddings=embeddings)
-        found = _run(_Parts(twin.self_attn, block, seen, x.dtype), x, None, None, embeddings)
+        expected = type(layer).forward(twin, x, position_embeddings=embeddings)
+        computed = _run(_Parts(twin.self_attn, block, settings, x.dtype), x, None, None, embeddings)
     except (TypeError, ValueError, RuntimeError):
         return None  # not a layer like Llama's after all
-    if not isinstance(own, Tensor) or own.shape != found.shape:
+    if not isinstance(expected, Tensor) or expected.shape != computed.shape:
         return None
-    error, size = (found - own).abs().max(), (own - x).abs().max()
-    return _Parts(attn, block, seen, x.dtype) if bool(error <= TOLERANCE[x.dtype] * size) else None
+    error, size = (computed - expected).abs().max(), (expected - x).abs().max()
+    return _Parts(attn, block, settings, x.dtype) if bool(error <= TOLERANCE[x.dtype] * size) else None
 
 
 def _twin(layer: Any) -> tuple[Any, dict[str, Any]]:
-    """The layer, made of the same modules, whose attention records its settings: layer, settings.
+    """Return a layer of the same modules whose attention records its settings, and these.
 
-    The layer itself stays as it is: another thread may be passing it.
+    The layer itself does not change: another thread may be passing it.
     """
     if _TRIAL not in AttentionInterface._global_mapping:
-        AttentionInterface.register(_TRIAL, _tell)
+        AttentionInterface.register(_TRIAL, _record_settings)
     twin, attn = copy(layer), copy(layer.self_attn)
     attn.config = copy(layer.self_attn.config)
     attn.config._attn_implementation_internal = _TRIAL
-    seen: dict[str, Any] = {}
-    attn.__dict__[_SEEN] = seen
+    settings: dict[str, Any] = {}
+    attn.__dict__[_SETTINGS_KEY] = settings
     twin._modules = dict(layer._modules, self_attn=attn)
-    return twin, seen
+    return twin, settings
 
 
-def _tell(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **given: Any) -> Any:
-    """The attention of a trial."""
-    module.__dict__[_SEEN].update({name: given[name] for name in _SETTINGS if given.get(name) is not None})
-    return attention(module, q, k, v, mask, **given)
+def _record_settings(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Any:
+    """Record the settings of a trial and return its attention."""
+    module.__dict__[_SETTINGS_KEY].update({name: options[name] for name in _SETTINGS if options.get(name) is not None})
+    return attention(module, q, k, v, mask, **options)
 
 
 def use_native_layers(model: nn.Module) -> Callable[[], None]:
-    """Let decoder layers like Llama's pass few rows natively as a whole, and of other layers the linear ones.
+    """Let layers like Llama's pass few rows natively, and of other layers the linear ones.
 
     Returns:
-        What undoes it, once no other caller needs it.
+        Function that undoes it, once no other caller needs it.
     """
     undo_linears, undo_layers = use_native_linears(model), use_lean_layers(model)
 

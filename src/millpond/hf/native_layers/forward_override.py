@@ -14,10 +14,11 @@ from millpond.models.lean.watch import mark_the_same
 
 
 class ForwardOverride:
-    """Replaces `forward` on modules, not on their class: hooks continue and the state dict stays.
+    """Replacement of `forward` on modules, not on their class: hooks and the state dict stay.
 
     Args:
-        forward: takes the module first. Its name must be `forward`, so that a pickled module comes back with its own.
+        forward: Function that takes the module first. Its name must be `forward`, so that a pickled module is loaded
+            with its own.
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
@@ -28,14 +29,14 @@ class ForwardOverride:
         self._lock = threading.RLock()
 
     def serves(self, module: nn.Module) -> bool:
-        """Whether it stands in for this module's forward now."""
+        """Whether it replaces this module's forward now."""
         return getattr(module.__dict__.get("forward"), "__func__", None) is self._forward
 
     def begin(self, modules: Iterable[nn.Module]) -> Callable[[], None]:
-        """Stand in for the forward of these modules.
+        """Replace the forward of these modules.
 
         Returns:
-            What ends it, once no other caller needs it. It keeps no module alive.
+            Function that ends it, once no other caller needs it. It keeps no module alive.
         """
         served = []
         with self._lock:

@@ -14,47 +14,47 @@ from millpond.kernels.linear import linear
 from millpond.models.lean.watch import own_forward
 
 #: Smaller weights stay with torch: there the call costs more than the reading (measured on the bundled model).
-LEAST_BYTES = 2**19
+MIN_BYTES = 2**19
 
-#: Models whose weights come to less stay in pages of the usual size.
-LEAST_ADVISED = 2**25
+#: Models with fewer bytes of weights stay in pages of the usual size.
+MIN_ADVISED = 2**25
 
-#: Layers whose weights lie in huge pages, as far as the system gave them.
+#: Layers whose weights are in huge pages, if the system has given some.
 _advised: weakref.WeakSet[nn.Linear] = weakref.WeakSet()
 
 
 def forward(self: nn.Linear, input: Tensor) -> Tensor:
-    """Stands in for torch.nn.Linear.forward, as long as the module has that of its class."""
-    kind = type(self)
-    if kind.forward is not _TORCHS:
-        return kind.forward(self, input)
+    """Replace torch.nn.Linear.forward, as long as the module has that of its class."""
+    module_type = type(self)
+    if module_type.forward is not _TORCH_FORWARD:
+        return module_type.forward(self, input)
     return linear(input, self.weight, self.bias)
 
 
-_TORCHS = nn.Linear.forward
+_TORCH_FORWARD = nn.Linear.forward
 STAND_IN = ForwardOverride(forward)
 
 
 def use_native_linears(model: nn.Module) -> Callable[[], None]:
-    """Let the model's linear layers on the CPU multiply with `kernels.linear`; what torch does best stays with torch.
+    """Let the model's linear layers on the CPU multiply with `kernels.linear`.
 
-    Weights are read when they are needed; those of larger models move to huge pages once, where the system has them.
-    A module of a subclass, or with a forward of its own, is not replaced.
+    Those that torch computes best stay with torch. Weights are read when they are needed; those of larger models move
+    to huge pages once, if the system has them. A module of a subclass, or with a forward of its own, is not replaced.
 
     Returns:
-        What undoes it, once no other caller needs it.
+        Function that undoes it, once no other caller needs it.
     """
-    ours = [module for module in model.modules() if type(module) is nn.Linear and _fits(module)]
-    new = [module for module in ours if module not in _advised]
-    if sum(module.weight.nbytes for module in new) >= LEAST_ADVISED:
+    replaced = [module for module in model.modules() if type(module) is nn.Linear and _fits(module)]
+    new = [module for module in replaced if module not in _advised]
+    if sum(module.weight.nbytes for module in new) >= MIN_ADVISED:
         native.use_huge_pages(module.weight for module in new)
         _advised.update(new)
-    return STAND_IN.begin(ours)
+    return STAND_IN.begin(replaced)
 
 
 def _fits(module: nn.Linear) -> bool:
-    """Whether the layer is of a kind that `kernels.linear` reads fast, and has torch's forward or already ours."""
+    """Whether `kernels.linear` reads the layer fast and its forward is torch's or ours."""
     weight = module.weight
     return (
-        own_forward(module) is None and weight.is_cpu and weight.dtype in NATIVE_DTYPES and weight.nbytes >= LEAST_BYTES
+        own_forward(module) is None and weight.is_cpu and weight.dtype in NATIVE_DTYPES and weight.nbytes >= MIN_BYTES
     )

@@ -15,12 +15,14 @@ from millpond.hf.model_profile import ModelProfile
 
 
 def attach_output_projections(profile: ModelProfile, layer_caches: Iterable[LayerCache]) -> None:
-    """Attach the output projections of the layers, as they are when a score reads them."""
-    places, n_heads, name = profile.output_projections, profile.n_heads, profile.name
+    """Attach the output projections of the layers, looked up when a score reads them."""
+    projections, n_heads, name = profile.output_projections, profile.n_heads, profile.name
 
     def maps(index: int) -> Tensor:
-        place = places.get(index)
-        return output_maps(None if place is None else getattr(place.module, place.name, None), n_heads, name)
+        projection = projections.get(index)
+        return output_maps(
+            None if projection is None else getattr(projection.module, projection.name, None), n_heads, name
+        )
 
     for layer_cache in layer_caches:
         layer_cache.attention.outputs = partial(maps, layer_cache.index)
@@ -28,7 +30,15 @@ def attach_output_projections(profile: ModelProfile, layer_caches: Iterable[Laye
 
 @torch.no_grad()
 def output_maps(linear: nn.Module | None, n_heads: int, name: str) -> Tensor:
-    """(n_heads, value_dim, hidden size), a view of the weights: head h adds o_h @ W_h to the layer's output.
+    """Return an output projection as one matrix per query head, a view of the weights.
+
+    Args:
+        linear: Linear map; None if there is none.
+        n_heads: Query heads.
+        name: Name of the model, for messages.
+
+    Returns:
+        (n_heads, value_dim, hidden size): head h adds o_h @ W_h to the layer's output.
 
     Raises:
         UnsupportedModelError: there is no such linear map, or its weights are not plain numbers.
@@ -49,7 +59,8 @@ def output_maps(linear: nn.Module | None, n_heads: int, name: str) -> Tensor:
         raise UnsupportedModelError(
             f"{name}: its layers differ in their query heads, so no score weighs values by them"
         )
-    what = "was not found" if linear is None else f"is a {type(linear).__name__}, whose weights cannot be read"
+    reason = "was not found" if linear is None else f"is a {type(linear).__name__}, whose weights cannot be read"
     raise UnsupportedModelError(
-        f"{name}: the output projection of its attention {what}, so values cannot be weighed by it; use the score alone"
+        f"{name}: the output projection of its attention {reason}, so values cannot be weighed by it; use the score "
+        "alone"
     )

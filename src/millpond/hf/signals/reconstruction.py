@@ -1,4 +1,4 @@
-"""Reconstruction pass: the model repeats its prompt over its own cache, and each layer gets the attention of it."""
+"""Reconstruction pass: the model repeats its prompt over its own cache, and each layer records the attention of it."""
 
 from __future__ import annotations
 
@@ -20,21 +20,32 @@ if TYPE_CHECKING:
 
 
 class PromptReconstruction:
-    """Repeats what every sequence has read since the last time, in chunks, and takes those tokens back."""
+    """Repetition of the text that every sequence has read since the last time.
+
+    It runs in chunks, and rolls those tokens back.
+
+    Args:
+        profile: Profile of the model.
+        device: Device of the model.
+        repeat: Settings of the repetition.
+
+    Attributes:
+        running: Whether the text is being repeated.
+    """
 
     def __init__(self, profile: ModelProfile, device: torch.device, repeat: PromptRepeat) -> None:
         self._decoder: Any = profile.modules[-1]
         self._device = device
         self._settings = repeat
         self._begins = torch.tensor(profile.begin_tokens or [-1])
-        self._done = np.zeros(0, dtype=np.int64)  # (S,) tokens that were repeated, or that it was too late for
+        self._done = np.zeros(0, dtype=np.int64)  # (S,) tokens that were repeated, or evicted before
         self.running = False
 
     def run(self, cache: LayerCaches) -> None:
         """Repeat the new tokens of all sequences, then plan every layer.
 
         Raises:
-            OptionError: the tokens that wait may be taken back.
+            OptionError: the tokens that wait may be rolled back.
         """
         tracker, n_seq = cache.tracker, cache.tracker.n_seq
         if cache.draft_rollback.recording:
@@ -44,7 +55,7 @@ class PromptReconstruction:
             )
         done = self._done if len(self._done) == n_seq else np.zeros(n_seq, dtype=np.int64)
         columns, seen = tracker.columns, tracker.seen.copy()
-        done = np.maximum(done, self._marks(tracker))
+        done = np.maximum(done, self._n_begin_marks(tracker))
         for layer_cache in cache.layer_caches:
             layer_cache.probe = ReconstructionProbe(n_seq, layer_cache.stored.shape[1], int(seen.max()), self._device)
         self.running = True
@@ -57,31 +68,34 @@ class PromptReconstruction:
                     layer_cache.columns = columns
         finally:
             self.running = False
-            found = [layer_cache.probe for layer_cache in cache.layer_caches]
+            probes = [layer_cache.probe for layer_cache in cache.layer_caches]
             for layer_cache in cache.layer_caches:
                 layer_cache.probe = None
-        self._run_plans(cache, found)
+        self._run_plans(cache, probes)
         self._done = seen
 
     def select(self, sequences: list[int]) -> None:
-        """Follow a choice of sequences."""
+        """Follow a selection of sequences."""
         self._done = self._done[sequences]
 
     @property
     def done(self) -> np.ndarray:
-        """(S,) tokens that were repeated."""
+        """Tokens that were repeated, (S,)."""
         return self._done
 
     def adopt(self, seen: np.ndarray) -> None:
-        """The first `seen` (S,) tokens were repeated elsewhere."""
+        """Count the first `seen` (S,) tokens as repeated, which another cache did."""
         self._done = seen.copy()
 
     def reset(self) -> None:
         """Forget everything."""
         self._done = self._done[:0]
 
-    def _marks(self, tracker: PositionTracker) -> np.ndarray:
-        """(S,) 1 for texts that open with the mark of a beginning, which is not repeated in the middle; else 0."""
+    def _n_begin_marks(self, tracker: PositionTracker) -> np.ndarray:
+        """Return 1 for texts that begin with a beginning-of-text token, else 0, (S,).
+
+        The token is not repeated in the middle.
+        """
         assert tracker.tokens is not None, "token ids are kept for a policy that looks at them"
         rows = torch.arange(tracker.n_seq, device=self._device)
         opens = tracker.tokens.at(rows, torch.zeros_like(rows)[:, None])[:, 0]
@@ -89,18 +103,20 @@ class PromptReconstruction:
 
     @torch.no_grad()
     def _repeat(self, cache: LayerCaches, first: np.ndarray, last: np.ndarray) -> None:
-        """One pass over the tokens first..last-1 of each sequence, after the question."""
-        tracker, ask = cache.tracker, self._settings.ids
+        """Run one pass over the tokens first..last-1 of each sequence, after the question."""
+        tracker, question = cache.tracker, self._settings.ids
         assert tracker.tokens is not None, "token ids are kept for a policy that looks at them"
-        assert ask is not None, "the question is known before a cache uses it"
-        lengths = np.where(last > first, last - first + len(ask), 0)
+        assert question is not None, "the question is known before a cache uses it"
+        lengths = np.where(last > first, last - first + len(question), 0)
         width = int(lengths.max())
         ids = torch.zeros(len(first), width, dtype=torch.long, device=self._device)
         mask = torch.zeros_like(ids)
         for row in np.flatnonzero(lengths).tolist():
-            place = torch.arange(int(first[row]), int(last[row]), device=self._device)[None]
-            own = tracker.tokens.at(torch.tensor([row], device=self._device), place)[0]
-            ids[row, width - int(lengths[row]) :] = torch.cat([torch.tensor(ask, device=self._device).long(), own])
+            positions = torch.arange(int(first[row]), int(last[row]), device=self._device)[None]
+            token_ids = tracker.tokens.at(torch.tensor([row], device=self._device), positions)[0]
+            ids[row, width - int(lengths[row]) :] = torch.cat(
+                [torch.tensor(question, device=self._device).long(), token_ids]
+            )
             mask[row, width - int(lengths[row]) :] = 1
         start = torch.from_numpy(tracker.seen).to(self._device)[:, None]
         self._decoder(

@@ -1,4 +1,4 @@
-"""The rotary embedding of a transformers model, forwards and backwards."""
+"""Rotary embedding of a transformers model, forwards and backwards."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ CHANGING = ("dynamic", "longrope")
 UNKNOWN_REACH = 8192
 
 
-#: Positions at most whose cosines a rotation remembers.
-REMEMBERED = 1024
+#: Positions at most whose cosines a rotation caches.
+MAX_CACHED = 1024
 
 
 class _Angles(NamedTuple):
@@ -39,10 +39,18 @@ class _Angles(NamedTuple):
 
 
 class ModelRotation:
-    """Rotates keys and queries with the model's own cosines, sines and layout (half, interleaved, partial).
+    """Rotation of keys and queries with the model's cosines, sines and layout.
+
+    The layout is half, interleaved or partial.
+
+    Args:
+        rotary: Module that computes cosines and sines.
+        apply: Function that rotates queries and keys.
+        reach: Positions that the model was trained on; None if its configuration names no limit.
+        **kind: Keyword arguments of `rotary`, such as the type of the layer.
 
     Attributes:
-        reach: positions that the model was trained on.
+        reach: Positions that the model was trained on.
     """
 
     def __init__(self, rotary: nn.Module, apply: Apply, reach: int | None = None, **kind: str) -> None:
@@ -56,7 +64,7 @@ class ModelRotation:
 
     @classmethod
     def of(cls, profile: ModelProfile, layer_type: str = FULL) -> ModelRotation:
-        """The rotation of a model; of its layers of one type, where these differ.
+        """Return the rotation of a model; of its layers of one type, if these differ.
 
         Raises:
             UnsupportedModelError: its positions are not a rotation of the keys that stays the same as text grows.
@@ -94,18 +102,18 @@ class ModelRotation:
         return cls(rotary, _of_both(profile.apply_rotary), reach, **({"layer_type": layer_type} if by_layer else {}))
 
     def rotate(self, x: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
-        """Return x (B, H, n, D) rotated to positions (B, n), or back from them, in float32 or wider."""
+        """Return x (B, H, n, D) rotated to or back from positions (B, n), in float32 or wider."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if self._halves and not torch.is_grad_enabled() and decoder_ops.serves(wide):
-            return _in_place(wide.clone() if wide is x else wide, *self._remembered(wide, positions, inverse))
+            return _in_place(wide.clone() if wide is x else wide, *self._cached_turns(wide, positions, inverse))
         cos, sin = self._turns(wide, positions, inverse)
         n = cos.shape[-1] * self._per_angle
-        head, rest = wide[..., :n], wide[..., n:]
+        head, unrotated = wide[..., :n], wide[..., n:]
         turned, _ = self._apply(head, head[:, :1], cos, sin)  # the second one is turned as well
-        return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+        return torch.cat([turned, unrotated], -1) if unrotated.shape[-1] else turned
 
     def _turns(self, wide: Tensor, positions: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (1 or B, n, dim) of positions (B, n), in the type of `wide`."""
+        """Return cosines and sines (1 or B, n, dim) of positions (B, n), in the type of `wide`."""
         cos, sin = self._angles(wide, positions)
         if not inverse:
             return cos, sin
@@ -113,27 +121,27 @@ class ModelRotation:
         norm = cos[..., :1] ** 2 + sin[..., :1] ** 2
         return cos / norm, -sin / norm
 
-    def _remembered(self, wide: Tensor, positions: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
-        """`_turns`, made once where the layers of a pass ask for the same positions one after another."""
+    def _cached_turns(self, wide: Tensor, positions: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+        """Return `_turns`, computed once for layers of a pass with the same positions."""
         last = self._last
         same = last is not None and (last.inverse, last.cos.dtype) == (inverse, wide.dtype)
         if last is not None and same and torch.equal(last.positions, positions):
             return last.cos, last.sin
         cos, sin = self._turns(wide, positions, inverse)
-        if positions.numel() <= REMEMBERED:
+        if positions.numel() <= MAX_CACHED:
             self._last = _Angles(positions.clone(), inverse, cos, sin)
         return cos, sin
 
 
 def _of_both(apply: Callable[..., Any]) -> Apply:
-    """How queries and keys are turned, in a model that turns one of them at a time too."""
+    """Return a function that rotates queries and keys, whether `apply` takes both or one."""
     if list(inspect.signature(apply).parameters)[1] != "cos":
         return apply
     return lambda q, k, cos, sin: (apply(q, cos, sin), apply(k, cos, sin))
 
 
 def _numbers_per_angle(angles: Angles, apply: Apply, device: torch.device) -> int:
-    """1 where cosines come once per number of a head, 2 where they come once per rotated pair (gpt-oss)."""
+    """Return 1 if cosines come once per number of a head, 2 if per rotated pair (gpt-oss)."""
     cos, sin = angles(torch.zeros(1, device=device), torch.zeros(1, 1, dtype=torch.long, device=device))
     x = torch.zeros(1, 1, 1, cos.shape[-1], device=device)
     try:
@@ -143,29 +151,29 @@ def _numbers_per_angle(angles: Angles, apply: Apply, device: torch.device) -> in
 
 
 def _turns_halves(angles: Angles, apply: Apply, device: torch.device) -> bool:
-    """Whether number i of a head turns with number i + dim / 2, as in `DecoderOps.rotate_`."""
+    """Whether number i of a head rotates with number i + dim / 2, as in `DecoderOps.rotate_`."""
     cos, sin = angles(torch.zeros(1, device=device), torch.full((1, 1), 3, device=device))
     x = torch.linspace(-1, 1, cos.shape[-1], device=device).view(1, 1, 1, -1)
-    found = x.transpose(1, 2).clone()
-    decoder_ops.DecoderOps().rotate_(found[0], found[0, :, :0], cos[0], sin[0])
-    return torch.allclose(apply(x, x, cos, sin)[0], found.transpose(1, 2), atol=1e-6)
+    turned = x.transpose(1, 2).clone()
+    decoder_ops.DecoderOps().rotate_(turned[0], turned[0, :, :0], cos[0], sin[0])
+    return torch.allclose(apply(x, x, cos, sin)[0], turned.transpose(1, 2), atol=1e-6)
 
 
 def _in_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """X (B, H, n, D) float32, turned by cos and sin (1 or B, n, dim) where it lies."""
+    """Rotate x (B, H, n, D) float32 by cos and sin (1 or B, n, dim) in place; return it."""
     turn = decoder_ops.choose(x[0, 0]).rotate_
     if x.shape[2] == 1:  # a decoding step: all sequences at once
         heads, n = x[:, :, 0], len(x)
         turn(heads, heads[:, :0], cos[:, 0].expand(n, -1), sin[:, 0].expand(n, -1))
         return x
     for sequence, row in enumerate(x):
-        place, heads = min(sequence, len(cos) - 1), row.transpose(0, 1)
-        turn(heads, heads[:, :0], cos[place], sin[place])
+        row_index, heads = min(sequence, len(cos) - 1), row.transpose(0, 1)
+        turn(heads, heads[:, :0], cos[row_index], sin[row_index])
     return x
 
 
 def _kind(rotary: nn.Module, layer_type: str) -> str:
-    """The kind of a rotary embedding, for layers of one type."""
+    """Return the kind of a rotary embedding, for layers of one type."""
     kinds = getattr(rotary, "rope_type", "default")
     return str(kinds.get(layer_type, "default") if isinstance(kinds, dict) else kinds)
 
@@ -196,13 +204,13 @@ def attach_rotations(profile: ModelProfile, layer_caches: Sequence[LayerCache]) 
 
 
 def changes_with_length(profile: ModelProfile) -> bool:
-    """Whether the model rotates a token otherwise when the text is longer."""
+    """Whether the model rotates a token otherwise if the text is longer."""
     rotary = profile.rotary
     return rotary is not None and any(_kind(rotary, kind) in CHANGING for kind in profile.layer_types)
 
 
 def rolling_rotations(profile: ModelProfile) -> list[ModelRotation | None]:
-    """How the keys of each layer turn where positions go on inside the cache; None for one that turns none.
+    """Return the rotation of each layer's keys if positions move in the cache; None for none.
 
     Raises:
         UnsupportedModelError: positions of its keys cannot change; the message says why.
@@ -216,7 +224,7 @@ def rolling_rotations(profile: ModelProfile) -> list[ModelRotation | None]:
 
 
 def layer_rotations(profile: ModelProfile) -> list[ModelRotation | None]:
-    """How each layer turns its queries and keys; None for one that does not.
+    """Return the rotation of each layer's queries and keys; None for a layer without.
 
     Raises:
         UnsupportedModelError: by more than the position in the text, so that it cannot be undone.

@@ -1,4 +1,4 @@
-"""Entropy of a model's predictions and surprisal of each new token, handed to the layers."""
+"""Entropy of a model's predictions and surprisal of each new token, for the layers."""
 
 from __future__ import annotations
 
@@ -27,66 +27,77 @@ BLOCK = 2**19
 
 
 class Predictions:
-    """Remembers what was predicted after the newest token of each sequence, for the pass to come."""
+    """Logits after the newest token of each sequence, for the next pass."""
 
     def __init__(self) -> None:
         self._next: Tensor | None = None  # (S, vocabulary)
 
     def select(self, sequences: list[int]) -> None:
-        """Follow a choice of sequences."""
+        """Follow a selection of sequences."""
         if self._next is not None:
             self._next = self._next[sequences]
 
     def entropies(self, logits: Tensor, ids: Tensor, span: ForwardSpan) -> Tensor:
-        """(S, n) float32: -log P of each sequence's new tokens, in their order; anything after the last.
+        """Return -log P of each sequence's new tokens, (S, n) float32, in their order.
 
-        The first token of a text has inf.
+        Numbers after the last have no meaning. The first token of a text has inf.
 
         Args:
-            logits: (S, Q, vocabulary) of a pass. ids: (S, Q), its tokens.
+            logits: Logits of a pass, (S, Q, vocabulary).
+            ids: Its tokens, (S, Q).
+            span: Positions of the pass.
         """
         if span.q_pos is not None and span.valid is None and self._next is not None:  # a token for each sequence
             out, self._next = surprise(self._next, ids[:, 0])[:, None], logits[:, 0].clone()
             return out
         n_seq, width, vocabulary = logits.shape
         rows, columns = torch.nonzero(span.grid().to(logits.device) >= 0, as_tuple=True)  # tokens, row by row, no pads
-        own = ids[rows, columns]
+        token_ids = ids[rows, columns]
         starts = torch.ones_like(rows, dtype=torch.bool)
         starts[1:] = rows[1:] != rows[:-1]
-        place = torch.arange(len(rows), device=rows.device)
-        place = place - place.masked_fill(~starts, 0).cummax(0).values
+        index = torch.arange(len(rows), device=rows.device)
+        index = index - index.masked_fill(~starts, 0).cummax(0).values
         out = torch.full((n_seq, width), torch.inf, device=logits.device)
-        later = (~starts).nonzero()[:, 0]
-        found = [
-            surprise(logits[rows[tokens - 1], columns[tokens - 1]], own[tokens])
-            for tokens in torch.split(later, max(1, BLOCK // vocabulary))
+        followers = (~starts).nonzero()[:, 0]
+        entropies = [
+            surprise(logits[rows[tokens - 1], columns[tokens - 1]], token_ids[tokens])
+            for tokens in torch.split(followers, max(1, BLOCK // vocabulary))
         ]
-        out[rows[later], place[later]] = torch.cat(found) if found else out[:0, 0]
-        known = torch.from_numpy(span.before > 0).to(rows.device)[rows] & starts
-        before = logits.new_zeros(n_seq, vocabulary) if self._next is None else self._next.clone()
-        out[rows[known], 0] = surprise(before[rows[known]], own[known])
+        out[rows[followers], index[followers]] = torch.cat(entropies) if entropies else out[:0, 0]
+        continued = torch.from_numpy(span.before > 0).to(rows.device)[rows] & starts
+        predicted = logits.new_zeros(n_seq, vocabulary) if self._next is None else self._next.clone()
+        out[rows[continued], 0] = surprise(predicted[rows[continued]], token_ids[continued])
         ends = starts.roll(-1)
-        before[rows[ends]] = logits[rows[ends], columns[ends]]
-        self._next = before
+        predicted[rows[ends]] = logits[rows[ends], columns[ends]]
+        self._next = predicted
         return out
 
 
 def surprise(logits: Tensor, ids: Tensor) -> Tensor:
-    """(n,) float32: -log P(id) of ids (n,) under logits (n, vocabulary), in float32 or wider; inf for ids beyond it."""
+    """Return -log P(id) of ids (n,) under logits (n, vocabulary), (n,) float32.
+
+    It is computed in float32 or wider, and inf for ids beyond the vocabulary.
+    """
     wide = torch.promote_types(logits.dtype, torch.float32)
-    inside = ids.clamp(max=logits.shape[-1] - 1)
-    found = -logits.log_softmax(-1, dtype=wide).gather(-1, inside[:, None])[:, 0]
-    return found.masked_fill(ids != inside, torch.inf).float()
+    known_ids = ids.clamp(max=logits.shape[-1] - 1)
+    surprisals = -logits.log_softmax(-1, dtype=wide).gather(-1, known_ids[:, None])[:, 0]
+    return surprisals.masked_fill(ids != known_ids, torch.inf).float()
 
 
 #: Most decoded tokens whose entropies layers get late.
-MOST_WAITING = 256
+MAX_WAITING = 256
 
 
 class TokenEntropyHook:
-    """Hooks that make a model compute the logits of all tokens, and return only those requested.
+    """Hooks that let a model compute the logits of all tokens, and return the requested ones.
 
-    Knows the cache only weakly, so that a forgotten cache can be collected.
+    They refer to the cache only weakly, so that a forgotten cache can be collected.
+
+    Args:
+        cache: Cache whose passes are hooked.
+        model: Model of the cache.
+        entropies: Settings of the policy.
+        between_chunks: Whether to plan after every pass of several tokens.
 
     Raises:
         UnsupportedModelError: the model predicts nothing.
@@ -102,7 +113,7 @@ class TokenEntropyHook:
         self._cache = weakref.ref(cache)
         self._decay = entropies.decay
         self._between_chunks = between_chunks
-        self._asked: int | Tensor = 0  # which logits the running pass computes
+        self._requested: int | Tensor = 0  # which logits the running pass computes
         self._ids: Tensor | None = None
         self._start = -1  # columns before the running pass; -1 while there is none
         self._decoded: np.ndarray = np.zeros(0, dtype=bool)  # (S,) whether tokens were decoded since the last prompt
@@ -116,10 +127,11 @@ class TokenEntropyHook:
         ]
 
     def check_running(self) -> None:
-        """
+        """Check that the running pass computes entropies.
+
         Raises:
             CacheMismatchError: only a part of the model runs, or it was given no token ids.
-            OptionError: the tokens of this pass may be taken back.
+            OptionError: the tokens of this pass may be rolled back.
         """
         cache = self._cache()
         if self._start < 0:
@@ -137,13 +149,16 @@ class TokenEntropyHook:
             )
 
     def select(self, sequences: list[int]) -> None:
-        """Follow a choice of sequences; the layers have not done so yet."""
+        """Follow a selection of sequences, before the layers do."""
         self.tell()
         self._decoded = self._decoded[sequences]
         self._predictions.select(sequences)
 
     def become(self, other: TokenEntropyHook) -> None:
-        """Copy the state of `other`, of a cache at the same position; all layers have their entropies."""
+        """Copy the state of `other`, of a cache at the same position.
+
+        All layers have their entropies.
+        """
         self._decoded, self._predictions = other._decoded.copy(), copy(other._predictions)
         self._protected = other._protected
 
@@ -152,7 +167,7 @@ class TokenEntropyHook:
         self._decoded, self._predictions, self._waiting = self._decoded[:0], Predictions(), []
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -170,7 +185,7 @@ class TokenEntropyHook:
         ids = kwargs.get("input_ids", args[0] if args else None)
         self._ids = ids if isinstance(ids, Tensor) and ids.ndim == 2 else None
         self._start = cache.tracker.columns
-        self._asked = kwargs.get("logits_to_keep", 0)
+        self._requested = kwargs.get("logits_to_keep", 0)
         return args, {**kwargs, "logits_to_keep": 0} if "logits_to_keep" in kwargs else kwargs
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -181,21 +196,21 @@ class TokenEntropyHook:
         if output is None or cache is None or start < 0:  # not this cache, or an exception
             return None
         if isinstance(output, tuple):
-            place = next(i for i, part in enumerate(output) if isinstance(part, Tensor) and part.ndim == 3)
-            self._learn(cache, start, output[place])
-            return (*output[:place], self._wanted(output[place]), *output[place + 1 :])
-        self._learn(cache, start, output.logits)
-        output.logits = self._wanted(output.logits)
+            index = next(i for i, part in enumerate(output) if isinstance(part, Tensor) and part.ndim == 3)
+            self._add_logits(cache, start, output[index])
+            return (*output[:index], self._requested_logits(output[index]), *output[index + 1 :])
+        self._add_logits(cache, start, output.logits)
+        output.logits = self._requested_logits(output.logits)
         return None
 
-    def _wanted(self, logits: Tensor) -> Tensor:
-        """The logits requested by the caller, of (S, Q, vocabulary)."""
-        asked = self._asked
-        return logits[:, slice(-asked, None) if isinstance(asked, int) else asked]
+    def _requested_logits(self, logits: Tensor) -> Tensor:
+        """Return the logits requested by the caller, of (S, Q, vocabulary)."""
+        requested = self._requested
+        return logits[:, slice(-requested, None) if isinstance(requested, int) else requested]
 
     @no_autograd
-    def _learn(self, cache: LayerCaches, start: int, logits: Tensor) -> None:
-        """Take in the logits (S, Q, vocabulary) of the pass that began after `start` columns."""
+    def _add_logits(self, cache: LayerCaches, start: int, logits: Tensor) -> None:
+        """Compute entropies from the logits (S, Q, vocabulary) of the pass after `start` columns."""
         tracker, ids = cache.tracker, self._ids
         assert ids is not None, "a pass without ids was refused when it began"
         span = tracker.span(start, tracker.columns - start, tracker.n_seq, None, logits.device)
@@ -221,18 +236,21 @@ class TokenEntropyHook:
         self._protected = 1
 
     def _wait(self, cache: LayerCaches, span: ForwardSpan, entropies: Tensor) -> None:
-        """Tell the layers of decoded tokens when the first of these can be evicted; no plan needs them before."""
+        """Collect entropies of decoded tokens until the first of these can be evicted.
+
+        No plan needs them before; then the layers get them.
+        """
         if not self._waiting:
             self._since = span.before
         self._waiting.append(entropies)
-        if len(self._waiting) >= min(self._protected, MOST_WAITING):
+        if len(self._waiting) >= min(self._protected, MAX_WAITING):
             self.tell()
             tables = [layer_cache.table for layer_cache in cache.layer_caches if layer_cache.table is not None]
             self._protected = min((int(table.recent.min()) for table in tables), default=1)
 
     @no_autograd
     def tell(self) -> None:
-        """Tell every layer of the decoded tokens that it does not know about yet."""
+        """Write the entropies of decoded tokens that layers do not have yet."""
         cache, waiting = self._cache(), self._waiting
         self._waiting = []
         if cache is not None and waiting:
@@ -241,10 +259,10 @@ class TokenEntropyHook:
     def _rescore(
         self, cache: LayerCaches, before: np.ndarray, entropies: Tensor, factors: np.ndarray | None = None
     ) -> None:
-        """Write the entropies (S, n) of the tokens from `before` (S,) on with their entries, in every layer."""
+        """Write the entropies (S, n) of the tokens from `before` (S,) on, in every layer."""
         for layer_cache in cache.layer_caches:
             if layer_cache.table is not None:
-                here = layer_cache.table.lens.device
-                first = torch.from_numpy(before.astype(np.int32)).to(here)
-                aged = None if factors is None else torch.from_numpy(factors.astype(np.float32)).to(here)
-                set_scores(layer_cache.table, first, entropies.to(here), aged)
+                device = layer_cache.table.lens.device
+                first = torch.from_numpy(before.astype(np.int32)).to(device)
+                aged = None if factors is None else torch.from_numpy(factors.astype(np.float32)).to(device)
+                set_scores(layer_cache.table, first, entropies.to(device), aged)

@@ -1,5 +1,6 @@
-"""One decoding step of one layer in four small kernels, with fixed shapes and no host synchronization.
+"""One decoding step of one layer in a few small kernels, with fixed shapes and no host synchronization.
 
+    clear    per (region, split), if there are two parts: what counts nothing in the splits past a length
     attend   per (region, split): attention of a whole group over SPLIT slots; logits to scratch if a rule needs them
     combine  per (sequence, query head): the splits, the new entry and the sink become output and log-sum-exp
     score    per (region, chunk): the accumulator, and the lowest value of the chunk
@@ -26,7 +27,7 @@ from millpond.kernels.eager.decode import one_by_one
 from millpond.kernels.gpu.attend import attend, combine
 from millpond.kernels.gpu.common import TYPES, block_of, check, dot_type, on_its_device, page_logs, rows_of
 from millpond.kernels.gpu.packed import attend_codes
-from millpond.kernels.gpu.score_and_store import LAST_INT, score, settle
+from millpond.kernels.gpu.score_and_store import clear, score, settle
 from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.pages import PageArrays
 
@@ -52,7 +53,7 @@ class Part(NamedTuple):
     where: tuple[Any, ...]  #: bases, for how many arenas they have room, table and its stride
     n_arenas: int  #: that there are
     lens: Tensor  #: (R,) slots in use
-    full: Tensor  #: (R,) slots in use from which on the region is full
+    others: Tensor  #: (R,) slots in use of the other part
     logs: dict[str, int]
     first_split: int
     n_splits: int
@@ -63,13 +64,11 @@ class Part(NamedTuple):
         return triton.cdiv(self.n_splits * TUNING.split, TUNING.chunk) if self.n_arenas else 0
 
 
-def _parts(
-    pages: PageArrays, table: Tensor, lens: Tensor, caps: Tensor, packed: PackedRegions | None
-) -> tuple[Part, ...]:
+def _parts(pages: PageArrays, table: Tensor, lens: Tensor, packed: PackedRegions | None) -> tuple[Part, ...]:
     """Return the plain part, and the packed one if there is one, without waiting."""
     n_splits = triton.cdiv(table.shape[1] * pages.slots, TUNING.split)
     where = (pages.bases, pages.bases.shape[1], table, table.stride(0))
-    plain = Part(where, pages.n_arenas, lens, caps.contiguous(), page_logs(pages), 0, n_splits)
+    plain = Part(where, pages.n_arenas, lens, lens, page_logs(pages), 0, n_splits)
     if packed is None:
         return (plain,)
     theirs, ids = packed.pages, rows_of(packed.table)
@@ -78,12 +77,12 @@ def _parts(
         (theirs.bases, theirs.bases.shape[1], ids, ids.stride(0)),
         theirs.n_arenas,
         packed.lens.contiguous(),
-        caps - lens + packed.dead,
+        lens,
         page_logs(theirs),
         n_splits,
         triton.cdiv(ids.shape[1] * theirs.slots, TUNING.split),
     )
-    return plain._replace(full=caps - packed.lens + packed.dead), codes
+    return plain._replace(others=codes.lens), codes
 
 
 @on_its_device
@@ -104,9 +103,8 @@ def decode(args: DecodeArgs) -> DecodeOutput:
     n_regions, group = n_seq * n_kv_heads, n_heads // n_kv_heads
     signals = rule.signal is not Signal.NONE
 
-    def scratch(*shape: int, value: float | None = None) -> Tensor:
-        made = torch.empty(*shape, dtype=torch.float32, device=q.device)
-        return made if value is None else made.fill_(value)
+    def scratch(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.float32, device=q.device)
 
     out = torch.empty(n_seq, n_heads, pages.value_dim, dtype=q.dtype, device=q.device)
     lse = scratch(n_seq, n_heads)
@@ -117,20 +115,14 @@ def decode(args: DecodeArgs) -> DecodeOutput:
     # rounded to the storage dtype, as they will be read later
     q, k_new, v_new = rows_of(q), rows_of(k_new.to(pages.dtype)), rows_of(v_new.to(pages.dtype))
     table, caps, recent, q_pos = rows_of(table), caps.contiguous(), recent.contiguous(), q_pos.contiguous()
-    parts = _parts(pages, table, lens, caps, packed)
+    parts = _parts(pages, table, lens, packed)
     plain, codes = parts[0], parts[-1]
     n_splits = codes.first_split + codes.n_splits
     width = n_splits * TUNING.split
     logits = scratch(n_regions, group, width) if signals else lse
     new_logits = scratch(n_seq, n_heads)
-    # with two parts, splits that are past a length lie between others: they count nothing
-    nothing = (0.0, -torch.inf, 0.0) if packed else (None,) * 3
     rows = (n_regions, n_splits, group)
-    partial = (
-        scratch(*rows, pages.value_dim, value=nothing[0]),
-        scratch(*rows, value=nothing[1]),
-        scratch(*rows, value=nothing[2]),
-    )
+    partial = scratch(*rows, pages.value_dim), scratch(*rows), scratch(*rows)
     dims = {
         "KEY_DIM": pages.key_dim,
         "VALUE_DIM": pages.value_dim,
@@ -154,6 +146,23 @@ def decode(args: DecodeArgs) -> DecodeOutput:
         "KEEP_LOGITS": signals,
     }
 
+    seen = lens
+    if packed and n_splits:  # splits past a length lie between others
+        seen = torch.empty_like(lens)
+        clear[(n_regions, n_splits)](
+            lens,
+            codes.lens,
+            *partial,
+            seen,
+            n_splits,
+            codes.first_split,
+            width,
+            SPLIT=TUNING.split,
+            GROUP=group,
+            GROUP_BLOCK=shapes["GROUP_BLOCK"],
+            VALUE_DIM=pages.value_dim,
+            VALUE_BLOCK=dims["VALUE_BLOCK"],
+        )
     if plain.n_splits and pages.n_arenas:
         attend[(n_regions, plain.n_splits)](
             q,
@@ -194,7 +203,7 @@ def decode(args: DecodeArgs) -> DecodeOutput:
         *k_new.stride()[:2],
         v_new,
         *v_new.stride()[:2],
-        torch.full_like(lens, width) if packed else lens,
+        seen,
         q_pos,
         *partial,
         n_splits,
@@ -212,10 +221,7 @@ def decode(args: DecodeArgs) -> DecodeOutput:
     )
 
     n_chunks = sum(part.chunks for part in parts)
-    lowest = (
-        scratch(n_regions, n_chunks, value=torch.inf if packed else None),
-        *torch.empty(2, n_regions, n_chunks, dtype=torch.int32, device=q.device).fill_(LAST_INT.value),
-    )
+    lowest = (scratch(n_regions, n_chunks), *torch.empty(2, n_regions, n_chunks, dtype=torch.int32, device=q.device))
     shared = rule.shared and rule.evict.by_score and n_kv_heads > 1
     seed = rule.seed * HASH_SEED & 0xFFFFFFFF
     choice = (rule.sinks, shape.window, seed - (1 << 32) if seed >> 31 else seed)
@@ -238,7 +244,8 @@ def decode(args: DecodeArgs) -> DecodeOutput:
                 score[(n_regions, part.chunks)](
                     *part.where,
                     part.lens,
-                    part.full,
+                    part.others,
+                    caps,
                     recent,
                     q_pos,
                     logits[..., part.first_split * TUNING.split :] if signals else logits,
@@ -252,6 +259,7 @@ def decode(args: DecodeArgs) -> DecodeOutput:
                     UPDATE=update,
                     CHOOSE=choose,
                     HAS_WINDOW=shape.window > 0,
+                    PACKED=packed is not None,
                     **heads,
                     **flags,
                     **part.logs,

@@ -21,6 +21,7 @@ from millpond.kernels.gpu.common import (
     rows_of,
     tile_rows,
 )
+from millpond.kernels.gpu.packed_words import TWO_128, attend_words, word_launch, word_shapes, words_serve
 from millpond.kernels.packed.layout import LANES as TILE_LANES
 from millpond.kernels.packed.layout import MAX_NAMED, RUN, Format, Offsets, Side
 from millpond.kernels.packed.regions import PackedRegions
@@ -393,40 +394,47 @@ def attend_codes(
     dot: tl.dtype,
     grid: tuple[int, int],
 ) -> None:
-    """Launch `attend_packed`.
+    """Launch `attend_words` where it serves, else `attend_packed`.
 
     outputs are the partial results, the logits, all splits, and the first of these.
     """
     pages, layout = packed.pages, packed.pages.layout
+    flags = {
+        **flags,
+        "KEY_DIM": layout.key_dim,
+        "KEY_BLOCK": block_of(layout.key_dim),
+        "PAGE_BYTES": layout.page_bytes,
+        "DOT": dot,
+        "HAS_CHANNELS": packed.channels is not None,
+        "HAS_BALANCE": packed.balance is not None,
+        "HAS_MASSES": pages.masses,
+        **side_constants("K", layout.key, layout.key_offsets, layout.key_dim),
+        **side_constants("V", layout.value, layout.value_offsets, layout.value_dim),
+        **page_logs(pages),
+    }
+    first = (q, *q.stride()[:2], *where, packed.lens, q_pos, *outputs)
+    kept = tuple(q if x is None else rows_of(x) for x in (packed.channels, packed.balance))
+    if words_serve(packed, flags["GROUP"], dot):
+        flags.update(word_shapes(layout, flags["GROUP"], flags["SPLIT"]))
+        taken = {name: value for name, value in flags.items() if name in attend_words.arg_names}
+        attend_words[grid](*first, *kept, *settings, TWO_128, **taken, **word_launch(layout))
+        return
     numbers = [table_or(numbers, q) for numbers, _ in layout.tables]
-    given = (packed.key_scales, packed.key_zeros, packed.channels, packed.balance)
+    fixed = tuple(q if x is None else rows_of(x) for x in (packed.key_scales, packed.key_zeros))
     rope = packed.rope
     turning = (q, q, q, 0) if rope is None else (rope.by_channel, rope.cos, rope.sin, rope.cos.shape[1])
-    flags = {**flags, "KEY_DIM": layout.key_dim, "KEY_BLOCK": block_of(layout.key_dim)}
     # wide heads and float32 products take more registers than four warps have
     wide = max(layout.key_dim, layout.value_dim) > 128 or dot == tl.float32
     attend_packed[grid](
-        q,
-        *q.stride()[:2],
-        *where,
-        packed.lens,
-        q_pos,
-        *outputs,
+        *first,
         *numbers,
-        *(q if x is None else rows_of(x) for x in given),
+        *fixed,
+        *kept,
         *turning,
         *settings,
-        **side_constants("K", layout.key, layout.key_offsets, layout.key_dim),
-        **side_constants("V", layout.value, layout.value_offsets, layout.value_dim),
-        PAGE_BYTES=layout.page_bytes,
-        DOT=dot,
-        BLOCK=RUN,
-        HAS_CHANNELS=packed.channels is not None,
-        HAS_BALANCE=packed.balance is not None,
-        HAS_ROPE=rope is not None,
-        HAS_MASSES=pages.masses,
-        **page_logs(pages),
         **flags,
+        BLOCK=RUN,
+        HAS_ROPE=rope is not None,
         num_warps=8 if wide else 4,
         num_stages=2,
     )

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The two bookkeeping kernels of `decode`: accumulators with the lowest value per chunk, and the stored entry."""
+"""The bookkeeping kernels of `decode`: accumulators with the lowest value per chunk, and the stored entry."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from millpond.kernels.decode_rules import Evict, Signal
+from millpond.kernels.gpu.attend import store_part
 from millpond.kernels.gpu.common import (
     INF,
     KEYS,
@@ -94,6 +95,47 @@ def plain_value(
         return scores
 
 
+@triton.jit(do_not_specialize=["n_splits", "first_packed", "width"])
+def clear(
+    lens,
+    packed_lens,
+    part_out,
+    part_max,
+    part_sum,
+    seen,
+    n_splits,
+    first_packed,
+    width,
+    SPLIT: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+):
+    """Let a split past the length of its part count nothing.
+
+    `combine` then reads all splits: `seen`, the slots of a region for it, is `width` everywhere.
+    """
+    r = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    if split == 0:
+        tl.store(seen + r, width)
+    if split < first_packed:
+        n = tl.load(lens + r)
+        begin = split * SPLIT
+    else:
+        n = tl.load(packed_lens + r)
+        begin = (split - first_packed) * SPLIT
+    if begin < n:
+        return
+    g = tl.arange(0, GROUP_BLOCK)
+    e = tl.arange(0, VALUE_BLOCK)
+    zeros = tl.zeros([GROUP_BLOCK], tl.float32)
+    to = (r * n_splits + split) * GROUP + g
+    nothing = tl.zeros([GROUP_BLOCK, VALUE_BLOCK], tl.float32)
+    store_part(part_out, part_max, part_sum, to, g, e, zeros - INF, zeros, nothing, GROUP, VALUE_DIM)
+
+
 @triton.jit
 def region_scores(
     bases, n_arenas, table, table_stride, lens, r, slot, LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr
@@ -111,6 +153,7 @@ def score(
     table,
     table_stride,
     lens,
+    others,
     caps,
     recent,
     q_pos,
@@ -141,16 +184,30 @@ def score(
     UPDATE: tl.constexpr,
     CHOOSE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
-    """UPDATE the accumulators of one chunk by its attention; CHOOSE its lowest entry."""
+    """UPDATE the accumulators of one chunk by its attention; CHOOSE its lowest entry.
+
+    Where the region has a PACKED part, `others` are the lengths of the part that this one is not, and `settle` reads
+    every chunk, empty ones too.
+    """
     r = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     s = r // HEADS
     here = tl.load(q_pos + s)
     n = tl.load(lens + r)
-    if here < 0 or chunk * CHUNK >= n:
+    if here < 0:
         return
-    full = n >= tl.load(caps + r)
+    if chunk * CHUNK >= n:
+        if PACKED and CHOOSE:
+            tl.store(lowest_value + r * n_chunks + chunk, INF)
+            tl.store(lowest_position + r * n_chunks + chunk, LAST_INT)
+            tl.store(lowest_slot + r * n_chunks + chunk, LAST_INT)
+        return
+    stored = n
+    if PACKED:  # with tombstones, which `settle` does not count: a chunk too many is no mistake
+        stored += tl.load(others + r)
+    full = stored >= tl.load(caps + r)
     slot = chunk * CHUNK + tl.arange(0, CHUNK)
     ok = slot < n
     arena, row = locate(table + r * table_stride, slot, ok, LOG_SLOTS, LOG_PAGES)

@@ -13,6 +13,7 @@ import torch
 
 from millpond.kernels.eager.packed_pages import read_packed
 from millpond.kernels.native import library
+from millpond.kernels.native.abi import attend, decode_rows, window_signal
 from millpond.kernels.native.decoder_rows import (
     Behind,
     Layers,
@@ -27,57 +28,20 @@ from millpond.kernels.native.decoder_rows import (
 )
 from millpond.kernels.native.library import NativeKernelsWarning, use_huge_pages
 from millpond.kernels.native.ops import (
+    absolute_sums,
     admit,
-    attend,
     decode,
-    decode_rows,
     linear,
     mean_rows,
     merge_slots,
     nearest,
+    newest_alike,
     prefill,
     race,
     read,
-    window_signal,
     write,
 )
 from millpond.kernels.native.pages import write_packed
-from millpond.kernels.native.row_products import absolute_sums, newest_alike
-
-__all__ = [
-    "Behind",
-    "Layers",
-    "Linears",
-    "NativeKernelsWarning",
-    "absolute_sums",
-    "admit",
-    "attend",
-    "decode",
-    "decode_rows",
-    "gate",
-    "gemm",
-    "gemm_serves",
-    "is_available",
-    "isa",
-    "largest",
-    "linear",
-    "mean_rows",
-    "merge_slots",
-    "nearest",
-    "newest_alike",
-    "norm",
-    "prefill",
-    "race",
-    "read",
-    "read_bandwidth",
-    "read_packed",
-    "rotate_",
-    "use_huge_pages",
-    "widen",
-    "window_signal",
-    "write",
-    "write_packed",
-]
 
 
 @cache

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 from struct import Struct
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
-from millpond.kernels.decode_rules import MOST_LEAST
+from millpond.kernels.args import (
+    AttendArgs,
+    AttendOutput,
+    DecodeRowsArgs,
+    EntryRows,
+    PrefillArgs,
+    StepRegions,
+    WindowSignalArgs,
+)
+from millpond.kernels.decode_rules import KEEP_ALL, MOST_LEAST
+from millpond.kernels.eager.attention import empty_output
 from millpond.kernels.native.structs import (
     DTYPES,
     INT32,
     TORCH_DTYPES,
+    address_of,
     entry_point,
     flat_indices,
+    pool_numbers,
     readable_rows,
+    rule_numbers,
+    run,
     shared_rows,
 )
 from millpond.kernels.thread_count import thread_count
@@ -29,93 +44,73 @@ READ = Struct("=19q").pack
 PREFILL = Struct("=32q3d").pack
 
 
-def decode(
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    bases: Tensor,
-    table: Tensor,
-    lens: Tensor,
-    caps: Tensor,
-    recent: Tensor,
-    q_pos: Tensor,
-    sink_logits: Tensor | None,
-    pool: list[int],
-    rule: list[int],
-    window: int,
-    scale: float,
-    softcap: float,
-    decay: float,
-    kept: Tensor | None = None,
-    least: Tensor | None = None,
-    packed: bytes = b"",
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run a decoding step, see `OpSet.decode`; the tensors are those of `DecodeArgs`.
+class DecodeValues(NamedTuple):
+    """Tensors of `DecodeArgs` and numbers of a decoding step.
 
-    kept and least are those of `StepRegions`; packed is the struct of the regions' packed parts, see native/pages.py,
-    or empty.
+    Their order is that of the schema of `millpond::decode`.
     """
+
+    q: Tensor
+    k_new: Tensor
+    v_new: Tensor
+    bases: Tensor
+    table: Tensor
+    lens: Tensor
+    caps: Tensor
+    recent: Tensor
+    q_pos: Tensor
+    sink_logits: Tensor | None
+    pool: list[int]
+    rule: list[int]
+    window: int
+    scale: float
+    softcap: float
+    decay: float
+    kept: Tensor | None = None
+    least: Tensor | None = None
+
+    @classmethod
+    def of(cls, q: Tensor, k_new: Tensor, v_new: Tensor, regions: StepRegions) -> DecodeValues:
+        """Return the values of a step of a layer over its plain regions, sinks in float32."""
+        (pages, table, lens), rule, shape = regions.plain.parts, regions.rule, regions.shape
+        tensors = (q, k_new, v_new, pages.bases, table, lens, regions.caps, regions.recent, regions.q_pos)
+        lists, window, scale = (pool_numbers(pages), rule_numbers(rule)), shape.window, shape.scale
+        sinks = None if shape.sink_logits is None else shape.sink_logits.float().contiguous()
+        kept, least = regions.kept, regions.least
+        return cls(*tensors, sinks, *lists, window, scale, shape.softcap, rule.decay, kept, least)
+
+
+def decode(values: DecodeValues, packed: bytes = b"") -> tuple[Tensor, Tensor, Tensor]:
+    """Run a decoding step, see `OpSet.decode`.
+
+    Args:
+        values: Tensors and numbers of the step.
+        packed: C struct of the regions' packed parts, see native/pages.py, or empty.
+    """
+    q, k_new, v_new, bases, table, lens, caps, recent, q_pos, sink_logits = values[:10]
     q, k_new, v_new = readable_rows(q), readable_rows(k_new), readable_rows(v_new)
     table, caps, recent, q_pos = flat_indices(table), flat_indices(caps), flat_indices(recent), flat_indices(q_pos)
     sinks = None if sink_logits is None else sink_logits.float().contiguous()
+    spans = [None if span is None else span.contiguous() for span in values[16:]]
     n_seq, n_heads, _ = q.shape
     result = (
-        torch.empty((n_seq, n_heads, pool[3]), dtype=q.dtype),
+        torch.empty((n_seq, n_heads, values.pool[3]), dtype=q.dtype),
         torch.empty((n_seq, n_heads), dtype=torch.float32),
         torch.empty((n_seq * k_new.shape[1],), dtype=INT32),
     )
-    struct = decode_struct(
-        q,
-        k_new,
-        v_new,
-        bases,
-        table,
-        lens,
-        caps,
-        recent,
-        q_pos,
-        sinks,
-        pool,
-        rule,
-        window,
-        scale,
-        softcap,
-        decay,
-        *result,
-        *(None if spans is None else spans.contiguous() for spans in (kept, least)),
-    )
-    if entry_point("mp_decode_packed" if packed else "mp_decode")(struct + packed):
-        raise MemoryError("no memory for the work space of the decode kernel")
+    tensors = (q, k_new, v_new, bases, table, lens, caps, recent, q_pos, sinks)
+    struct = decode_struct(DecodeValues(*tensors, *values[10:16], *spans), *result)
+    run("mp_decode_packed" if packed else "mp_decode", "the decode kernel", struct + packed)
     return result
 
 
-def decode_struct(
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    bases: Tensor,
-    table: Tensor,
-    lens: Tensor,
-    caps: Tensor,
-    recent: Tensor,
-    q_pos: Tensor,
-    sink_logits: Tensor | None,
-    pool: list[int],
-    rule: list[int],
-    window: int,
-    scale: float,
-    softcap: float,
-    decay: float,
-    out: Tensor,
-    lse: Tensor,
-    evicted: Tensor,
-    kept: Tensor | None = None,
-    least: Tensor | None = None,
-) -> bytes:
+def decode_struct(values: DecodeValues, out: Tensor, lse: Tensor, evicted: Tensor) -> bytes:
     """Return the C struct of a decoding step; it keeps no tensor.
 
     All tensors have contiguous rows, in types that kernels read.
     """
+    q, k_new, v_new, bases, table, lens, caps, recent, q_pos, sinks = values[:10]
+    pool, rule, window, scale, softcap, decay, kept, least = values[10:]
     if kept is not None and (kept.dtype is not INT32 or kept.shape[0] != q.shape[0] or not kept.is_contiguous()):
         raise OptionError(f"kept spans {tuple(kept.shape)} must be a contiguous int32 tensor (sequences, spans, 2)")
     if least is not None and (least.shape[0] != q.shape[0] or not 0 < least.shape[1] <= MOST_LEAST):
@@ -125,9 +120,6 @@ def decode_struct(
     if lens.dtype is not INT32 or not lens.is_contiguous():
         raise OptionError("lens is written in place: it must be a contiguous int32 tensor")
     n_seq, n_heads, _ = q.shape
-    q_seq, q_head, _ = q.stride()
-    k_seq, k_head, _ = k_new.stride()
-    v_seq, v_head, _ = v_new.stride()
     return DECODE(
         bases.data_ptr(),
         bases.shape[1],
@@ -138,19 +130,16 @@ def decode_struct(
         DTYPES[q.dtype],
         DTYPES[k_new.dtype],
         DTYPES[v_new.dtype],
-        q_seq,
-        q_head,
-        k_seq,
-        k_head,
-        v_seq,
-        v_head,
+        *q.stride()[:2],
+        *k_new.stride()[:2],
+        *v_new.stride()[:2],
         table.data_ptr(),
         table.stride(0),
         lens.data_ptr(),
         caps.data_ptr(),
         recent.data_ptr(),
         q_pos.data_ptr(),
-        0 if sink_logits is None else sink_logits.data_ptr(),
+        address_of(sinks),
         out.data_ptr(),
         lse.data_ptr(),
         evicted.data_ptr(),
@@ -168,247 +157,157 @@ def decode_struct(
     )
 
 
-def decode_rows(
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    bases: Tensor,
-    table: Tensor,
-    lens: Tensor,
-    q_pos: Tensor,
-    sink_logits: Tensor | None,
-    pool: list[int],
-    rule: list[int],
-    window: int,
-    scale: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:
-    """Run columns of tokens, see `DecodeRowsArgs`; both results are stored column by column."""
-    q, k_new, v_new, table = readable_rows(q), readable_rows(k_new), readable_rows(v_new), flat_indices(table)
-    by_column = flat_indices(q_pos.t().contiguous())
-    sinks = None if sink_logits is None else sink_logits.float().contiguous()
+def decode_rows(args: DecodeRowsArgs) -> AttendOutput:
+    """Run `OpSet.decode_rows`; both results are stored column by column."""
+    (pages, table, lens), shape = args.regions.parts, args.shape
+    new = q, k_new, v_new = readable_rows(args.q), readable_rows(args.k_new), readable_rows(args.v_new)
+    by_column = flat_indices(args.q_pos.t().contiguous())
+    sinks = None if shape.sink_logits is None else shape.sink_logits.float().contiguous()
     n_seq, n_heads, n_columns, _ = q.shape
-    out = torch.empty((n_columns, n_seq, n_heads, pool[3]), dtype=q.dtype)
+    out = torch.empty((n_columns, n_seq, n_heads, pages.value_dim), dtype=q.dtype)
     lse = torch.empty((n_columns, n_seq, n_heads), dtype=torch.float32)
-    unused = torch.zeros_like(lens)
-    first = decode_struct(
-        q[:, :, 0],
-        k_new[:, :, 0],
-        v_new[:, :, 0],
-        bases,
-        table,
-        lens,
-        unused,
-        unused,
-        by_column,
-        sinks,
-        pool,
-        rule,
-        window,
-        scale,
-        softcap,
-        1.0,
-        out,
-        lse,
-        unused,
-    )
-    if entry_point("mp_decode_rows")(first + COLUMNS_OF_TOKENS(n_columns, *(t.stride(2) for t in (q, k_new, v_new)))):
-        raise MemoryError("no memory for the work space of the decode kernel")
-    return out.permute(1, 2, 0, 3), lse.permute(1, 2, 0)
+    unused, first = torch.zeros_like(lens), (q[:, :, 0], k_new[:, :, 0], v_new[:, :, 0])
+    tensors = (*first, pages.bases, flat_indices(table), lens, unused, unused, by_column, sinks)
+    numbers = (pool_numbers(pages), rule_numbers(KEEP_ALL), shape.window, shape.scale, shape.softcap, 1.0)
+    struct = decode_struct(DecodeValues(*tensors, *numbers), out, lse, unused)
+    columns = COLUMNS_OF_TOKENS(n_columns, *(x.stride(2) for x in new))
+    run("mp_decode_rows", "the decode kernel", struct + columns)
+    return AttendOutput(out.permute(1, 2, 0, 3), lse.permute(1, 2, 0))
 
 
-def prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_pos: Tensor,
-    past_pos: Tensor | None,
-    past_log_masses: Tensor | None,
-    sink_logits: Tensor | None,
-    window: int,
-    scale: float,
-    softcap: float,
-    colsum: int,
-    decay: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run a prefill; `colsum` is a Reduce, or -1 for an empty third result."""
-    q, k, v, q_pos = readable_rows(q), readable_rows(k), readable_rows(v), flat_indices(q_pos)
-    past_pos = past_pos if past_pos is None else flat_indices(past_pos)
-    past_log_masses = past_log_masses if past_log_masses is None else readable_rows(past_log_masses.float())
-    sink_logits = sink_logits if sink_logits is None else sink_logits.float().contiguous()
-    n_heads, n_queries, key_dim = q.shape
+def prefill(args: PrefillArgs) -> tuple[Tensor, Tensor, Tensor]:
+    """Run a prefill; the third result is empty where no sums are requested."""
+    q, k, v, q_pos = readable_rows(args.q), readable_rows(args.k), readable_rows(args.v), flat_indices(args.q_pos)
+    past_pos = None if args.past_pos is None else flat_indices(args.past_pos)
+    past_log_masses = None if args.past_log_masses is None else readable_rows(args.past_log_masses.float())
+    shape, summed = args.shape, args.colsum is not None
+    sink_logits = None if shape.sink_logits is None else shape.sink_logits.float().contiguous()
+    n_heads, n_queries, _ = q.shape
     n_kv_heads, n_columns, value_dim = v.shape
     out = torch.empty((n_heads, n_queries, value_dim), dtype=q.dtype)
     lse = torch.empty((n_heads, n_queries), dtype=torch.float32)
-    sums = torch.zeros((n_kv_heads, n_columns) if colsum >= 0 else (0, 0), dtype=torch.float32)
-    if n_queries == 0:
-        return out, lse, sums
-    failed = entry_point("mp_prefill")(
-        PREFILL(
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            DTYPES[q.dtype],
-            DTYPES[k.dtype],
-            DTYPES[v.dtype],
-            *q.stride()[:2],
-            *k.stride()[:2],
-            *v.stride()[:2],
-            q_pos.data_ptr(),
-            *shared_rows(past_pos),
-            *shared_rows(past_log_masses),
-            0 if sink_logits is None else sink_logits.data_ptr(),
-            out.data_ptr(),
-            lse.data_ptr(),
-            sums.data_ptr() if colsum >= 0 else 0,
-            n_heads,
-            n_kv_heads,
-            n_queries,
-            n_columns,
-            n_columns - n_queries,
-            key_dim,
-            value_dim,
-            window,
-            max(colsum, 0),
-            thread_count(),
-            0,
-            scale,
-            softcap,
-            decay,
-        )
-    )
-    if failed:
-        raise MemoryError("no memory for the work space of the prefill kernel")
+    sums = torch.zeros((n_kv_heads, n_columns) if summed else (0, 0), dtype=torch.float32)
+    if n_queries:
+        past, results = (past_pos, past_log_masses), (out, lse, sums if summed else None)
+        shown = (n_columns - n_queries, value_dim, shape.window, int(args.colsum or 0))
+        numbers = (shape.scale, shape.softcap, args.decay)
+        _call_prefill((q, k, v), q_pos, past, sink_logits, results, shown, False, numbers)
     return out, lse, sums
 
 
-def attend(
-    q: Tensor,
-    bases: Tensor,
-    table: Tensor,
-    lens: Tensor,
-    members: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    pool: list[int],
-    scale: float,
-    softcap: float,
-) -> None:
-    """Update contiguous `out` and `lse` (float32) to those over the entries, too."""
-    q, table, lens = readable_rows(q), flat_indices(table), flat_indices(lens)
-    if not len(members) or not table.numel():
-        return
-    failed = entry_point("mp_attend")(
-        ATTEND(
-            bases.data_ptr(),
-            bases.shape[1],
-            *pool,
-            q.data_ptr(),
-            DTYPES[q.dtype],
-            *q.stride()[:2],
-            table.data_ptr(),
-            table.stride(0),
-            lens.data_ptr(),
-            members.data_ptr(),
-            out.data_ptr(),
-            DTYPES[out.dtype],
-            lse.data_ptr(),
-            len(members),
-            q.shape[1],
-            len(table),
-            thread_count(),
-            scale,
-            softcap,
-        )
-    )
-    if failed:
-        raise MemoryError("no memory for the work space of the attention to shared entries")
-
-
-def window_signal(
-    q: Tensor,
-    k: Tensor,
+def _call_prefill(
+    rows: tuple[Tensor, Tensor, Tensor | None],
     q_pos: Tensor,
-    k_pos: Tensor,
-    log_masses: Tensor | None,
+    past: tuple[Tensor | None, Tensor | None],
     sink_logits: Tensor | None,
-    known_lse: Tensor | None,
-    window: int,
-    scale: float,
-    softcap: float,
-    reduce: int,
-) -> Tensor:
-    """Sum attention of queries that bring no columns; `reduce` is a Reduce."""
-    q, k, q_pos, k_pos = readable_rows(q), readable_rows(k), flat_indices(q_pos), flat_indices(k_pos)
-    log_masses = log_masses if log_masses is None else readable_rows(log_masses.float())
-    sink_logits = sink_logits if sink_logits is None else sink_logits.float().contiguous()
-    n_heads, n_queries, key_dim = q.shape
-    n_kv_heads, n_columns, _ = k.shape
-    sums = torch.zeros((n_kv_heads, n_columns), dtype=torch.float32)
-    if n_queries == 0 or n_columns == 0:
-        return sums
-    lse = torch.empty((n_heads, n_queries)) if known_lse is None else known_lse.float().contiguous()
-    failed = entry_point("mp_prefill")(
-        PREFILL(
-            q.data_ptr(),
-            k.data_ptr(),
-            0,
-            DTYPES[q.dtype],
-            DTYPES[k.dtype],
-            DTYPES[k.dtype],
-            *q.stride()[:2],
-            *k.stride()[:2],
-            0,
-            0,
-            q_pos.data_ptr(),
-            *shared_rows(k_pos),
-            *shared_rows(log_masses),
-            0 if sink_logits is None else sink_logits.data_ptr(),
-            0,
-            lse.data_ptr(),
-            sums.data_ptr(),
-            n_heads,
-            n_kv_heads,
-            n_queries,
-            n_columns,
-            n_columns,
-            key_dim,
-            0,
-            window,
-            reduce,
-            thread_count(),
-            int(known_lse is not None),
-            scale,
-            softcap,
-            1.0,
-        )
+    results: tuple[Tensor | None, Tensor, Tensor | None],
+    shown: tuple[int, int, int, int],
+    lse_known: bool,
+    numbers: tuple[float, float, float],
+) -> None:
+    """Call the prefill kernel.
+
+    Args:
+        rows: Queries, keys, and values if outputs are wanted.
+        q_pos: Positions of the queries.
+        past: Positions and log masses of the columns before the queries' own.
+        sink_logits: Logit of each head's sink.
+        results: Outputs, log-sum-exps and column sums to be written.
+        shown: Past columns, numbers of a value, window, and a Reduce.
+        lse_known: Whether the log-sum-exps are given.
+        numbers: Scale, softcap and decay.
+    """
+    (q, k, v), (past_columns, value_dim, window, reduce) = rows, shown
+    struct = PREFILL(
+        *map(address_of, rows),
+        *(DTYPES[x.dtype] for x in (q, k, k if v is None else v)),
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *((0, 0) if v is None else v.stride()[:2]),
+        q_pos.data_ptr(),
+        *shared_rows(past[0]),
+        *shared_rows(past[1]),
+        address_of(sink_logits),
+        *map(address_of, results),
+        len(q),
+        len(k),
+        q.shape[1],
+        k.shape[1],
+        past_columns,
+        q.shape[2],
+        value_dim,
+        window,
+        reduce,
+        thread_count(),
+        int(lse_known),
+        *numbers,
     )
-    if failed:
-        raise MemoryError("no memory for the work space of the prefill kernel")
+    run("mp_prefill", "the prefill kernel", struct)
+
+
+def attend(args: AttendArgs) -> AttendOutput:
+    """Run `OpSet.attend`; the partial output is updated in place."""
+    (pages, table, lens), q = args.regions.parts, readable_rows(args.q)
+    members = torch.arange(len(q)) if args.members is None else args.members
+    out, lse = empty_output(args.q, pages.value_dim) if args.partial is None else args.partial
+    table, lens = flat_indices(table), flat_indices(lens)
+    if not len(members) or not table.numel():
+        return AttendOutput(out, lse)
+    struct = ATTEND(
+        pages.bases.data_ptr(),
+        pages.bases.shape[1],
+        *pool_numbers(pages),
+        q.data_ptr(),
+        DTYPES[q.dtype],
+        *q.stride()[:2],
+        table.data_ptr(),
+        table.stride(0),
+        lens.data_ptr(),
+        members.data_ptr(),
+        out.data_ptr(),
+        DTYPES[out.dtype],
+        lse.data_ptr(),
+        len(members),
+        q.shape[1],
+        len(table),
+        thread_count(),
+        args.scale,
+        args.softcap,
+    )
+    run("mp_attend", "the attention to shared entries", struct)
+    return AttendOutput(out, lse)
+
+
+def window_signal(args: WindowSignalArgs) -> Tensor:
+    """Sum attention of queries that bring no columns."""
+    q, k, q_pos, k_pos = (
+        readable_rows(args.q),
+        readable_rows(args.k),
+        flat_indices(args.q_pos),
+        flat_indices(args.k_pos),
+    )
+    log_masses = None if args.log_masses is None else readable_rows(args.log_masses.float())
+    sinks = None if args.shape.sink_logits is None else args.shape.sink_logits.float().contiguous()
+    (n_heads, n_queries, _), (n_kv_heads, n_columns, _) = q.shape, k.shape
+    sums = torch.zeros((n_kv_heads, n_columns), dtype=torch.float32)
+    if n_queries and n_columns:
+        known, shape = args.lse is not None, args.shape
+        lse = torch.empty((n_heads, n_queries)) if args.lse is None else args.lse.float().contiguous()
+        shown = (n_columns, 0, shape.window, int(args.reduce))
+        results, numbers = (None, lse, sums), (shape.scale, shape.softcap, 1.0)
+        _call_prefill((q, k, None), q_pos, (k_pos, log_masses), sinks, results, shown, known, numbers)
     return sums
 
 
-def write(
-    bases: Tensor,
-    table: Tensor,
-    start: Tensor,
-    count: Tensor,
-    index: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    scores: Tensor | None,
-    log_masses: Tensor | None,
-    pool: list[int],
-) -> None:
-    if index.numel() == 0:
+def write(bases: Tensor, table: Tensor, rows: EntryRows, pool: list[int]) -> None:
+    if rows.index.numel() == 0:
         return
-    table, start, count, index = flat_indices(table), flat_indices(start), flat_indices(count), flat_indices(index)
-    keys, values = readable_rows(keys), readable_rows(values)
+    table, start, count, index = map(flat_indices, (table, rows.start, rows.count, rows.index))
+    keys, values, positions = readable_rows(rows.keys), readable_rows(rows.values), rows.positions
     if positions.dtype is not INT32:
         raise OptionError(f"positions are int32, not {positions.dtype}")
-    scores = scores if scores is None else scores.float()
-    log_masses = log_masses if log_masses is None else log_masses.float()
+    scores = None if rows.scores is None else rows.scores.float()
+    log_masses = None if rows.log_masses is None else rows.log_masses.float()
     entry_point("mp_write")(
         WRITE(
             bases.data_ptr(),
@@ -425,8 +324,8 @@ def write(
             keys.data_ptr(),
             values.data_ptr(),
             positions.data_ptr(),
-            0 if scores is None else scores.data_ptr(),
-            0 if log_masses is None else log_masses.data_ptr(),
+            address_of(scores),
+            address_of(log_masses),
             DTYPES[keys.dtype],
             DTYPES[values.dtype],
             *keys.stride()[:2],

@@ -12,9 +12,9 @@ from torch import Tensor
 from millpond.kernels.args import StepRegions
 from millpond.kernels.linear import has_products
 from millpond.kernels.native import library
-from millpond.kernels.native.abi import decode_struct
+from millpond.kernels.native.abi import DecodeValues, decode_struct
 from millpond.kernels.native.pages import PACKED_BYTES, regions_struct
-from millpond.kernels.native.structs import DTYPES, INT32, entry_point, pool_numbers, rule_numbers
+from millpond.kernels.native.structs import DTYPES, INT32, entry_point, run
 from millpond.kernels.quantized_weight import GROUP, QuantizedWeight, Weight
 from millpond.kernels.thread_count import thread_count
 
@@ -88,8 +88,7 @@ class Linears:
         """
         outs, cos, sin = self.room_for_heads(len(x), dim), cos.contiguous(), sin.contiguous()
         before, behind = self.heads_struct(x, cos, sin, *outs)
-        if entry_point("mp_heads")(before + self.same + behind):
-            raise MemoryError("no memory for the work space of the linear kernel")
+        run("mp_heads", "the linear kernel", before + self.same + behind)
         return outs
 
     def room_for_heads(self, n: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,25 +101,8 @@ class Linears:
 
         All tensors are contiguous.
         """
-        n, turning, dim, threads = len(x), cos.shape[-1], q.shape[-1], thread_count()
-        q_row, k_row = self._widths[:2]
-        to = q.data_ptr(), k.data_ptr()
-        return LINEAR_ROWS(x.data_ptr(), 0, *to, v.data_ptr(), *self._unused, n, threads), ROTATE(
-            *to,
-            cos.data_ptr(),
-            sin.data_ptr(),
-            n,
-            q_row // dim,
-            k_row // dim,
-            turning,
-            turning,
-            q_row,
-            dim,
-            k_row,
-            dim,
-            DTYPES[self._dtype],
-            threads,
-        )
+        rows = (x.data_ptr(), 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), *self._unused, len(x), thread_count())
+        return LINEAR_ROWS(*rows), _rotation(q, k, cos, sin)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> list[Tensor]:
         """Return (..., n) of x (..., k) for each part.
@@ -212,26 +194,14 @@ def rotate_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     cos and sin (N, dim), all of one dtype. The numbers of a head are adjacent; rows and heads may be anywhere.
     """
     cos, sin = cos.contiguous(), sin.contiguous()
-    dim = cos.shape[-1]
-    failed = entry_point("mp_rotate")(
-        ROTATE(
-            q.data_ptr(),
-            k.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            q.shape[0],
-            q.shape[1],
-            k.shape[1],
-            dim,
-            dim,
-            *q.stride()[:2],
-            *k.stride()[:2],
-            DTYPES[q.dtype],
-            thread_count(),
-        )
-    )
-    if failed:
-        raise MemoryError("no memory for the work space of the rotation")
+    run("mp_rotate", "the rotation", _rotation(q, k, cos, sin))
+
+
+def _rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bytes:
+    """Return the C struct of `rotate_`; cos and sin are contiguous."""
+    dim, heads = cos.shape[-1], (*q.shape[:2], k.shape[1])
+    addresses, strides = map(torch.Tensor.data_ptr, (q, k, cos, sin)), (*q.stride()[:2], *k.stride()[:2])
+    return ROTATE(*addresses, *heads, dim, dim, *strides, DTYPES[q.dtype], thread_count())
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, centred: bool = False) -> Tensor:
@@ -242,27 +212,24 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, c
     n = x.shape[-1]
     heads = x.shape[1] if x.ndim == 3 else 1
     out = torch.empty(x.shape, dtype=x.dtype)
-    failed = entry_point("mp_norm")(
-        NORM(
-            x.data_ptr(),
-            weight.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            len(x),
-            heads,
-            n,
-            x.stride(0),
-            x.stride(1),
-            heads * n,
-            n,
-            DTYPES[x.dtype],
-            centred,
-            thread_count(),
-            eps,
-        )
+    struct = NORM(
+        x.data_ptr(),
+        weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        len(x),
+        heads,
+        n,
+        x.stride(0),
+        x.stride(1),
+        heads * n,
+        n,
+        DTYPES[x.dtype],
+        centred,
+        thread_count(),
+        eps,
     )
-    if failed:
-        raise MemoryError("no memory for the work space of the norm")
+    run("mp_norm", "the norm", struct)
     return out
 
 
@@ -273,11 +240,8 @@ def gate(x: Tensor, act: int) -> Tensor:
     """
     n = x.shape[1] // 2
     out = torch.empty((len(x), n), dtype=x.dtype)
-    failed = entry_point("mp_gate")(
-        GATE(x.data_ptr(), out.data_ptr(), len(x), n, x.stride(0), DTYPES[x.dtype], act, thread_count())
-    )
-    if failed:
-        raise MemoryError("no memory for the work space of the gate")
+    struct = GATE(x.data_ptr(), out.data_ptr(), len(x), n, x.stride(0), DTYPES[x.dtype], act, thread_count())
+    run("mp_gate", "the gate", struct)
     return out
 
 
@@ -309,24 +273,21 @@ def gemm(
     out = torch.empty((len(x), n), dtype=x.dtype)
     scale, shift, eps, centred = norm or (None, None, 0.0, False)
     optional = (0 if t is None else t.data_ptr() for t in (bias, scale, shift, residual))
-    failed = entry_point("mp_gemm")(
-        GEMM(
-            x.data_ptr(),
-            weight.data_ptr(),
-            *optional,
-            out.data_ptr(),
-            len(x),
-            x.shape[1],
-            n,
-            halves,
-            act,
-            centred,
-            thread_count(),
-            eps,
-        )
+    struct = GEMM(
+        x.data_ptr(),
+        weight.data_ptr(),
+        *optional,
+        out.data_ptr(),
+        len(x),
+        x.shape[1],
+        n,
+        halves,
+        act,
+        centred,
+        thread_count(),
+        eps,
     )
-    if failed:
-        raise MemoryError("no memory for the work space of the matrix kernel")
+    run("mp_gemm", "the matrix kernel", struct)
     return out
 
 
@@ -406,36 +367,12 @@ class Layers:
         evicted = torch.empty(len(x) * k.shape[1], dtype=INT32)
         before, turn = first.heads_struct(x, cos, sin, *heads)
         behind = Behind.struct(seen, x, x)
-        structs, kept = [COUNT(len(regions))], []
+        structs, kept = [COUNT(len(regions))], list[DecodeValues]()
         for (into, rest), r, sums in zip(self._parts, regions, lse, strict=True):
-            shape, plain = r.shape, r.plain
             if r.packed is not None:
-                r.packed.check(len(plain.table), plain.pages.key_dim)
-            sinks = None if shape.sink_logits is None else shape.sink_logits.float().contiguous()
-            kept.append(sinks)  # a struct keeps no tensor
-            decoding = decode_struct(
-                q,
-                k,
-                v,
-                plain.pages.bases,
-                plain.table,
-                plain.lens,
-                r.caps,
-                r.recent,
-                r.q_pos,
-                sinks,
-                pool_numbers(plain.pages),
-                rule_numbers(r.rule),
-                shape.window,
-                shape.scale,
-                shape.softcap,
-                r.rule.decay,
-                seen,
-                sums,
-                evicted,
-                r.kept,
-                r.least,
-            )
+                r.packed.check(len(r.plain.table), r.plain.pages.key_dim)
+            kept.append(values := DecodeValues.of(q, k, v, r))  # a struct keeps no tensor
+            decoding = decode_struct(values, seen, sums, evicted)
             packed = NOT_PACKED if r.packed is None else regions_struct(r.packed)
             structs += (before, into.same, turn, decoding, packed, behind, rest.same)
         if self._call(b"".join(structs)):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from struct import Struct
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
 from millpond.kernels.args import (
-    AttendArgs,
-    AttendOutput,
+    AttentionShape,
     DecodeArgs,
     DecodeOutput,
-    DecodeRowsArgs,
     EntryRows,
     HeadRuleArgs,
     MergeArgs,
@@ -21,10 +20,8 @@ from millpond.kernels.args import (
     PageRegions,
     PrefillArgs,
     PrefillOutput,
-    WindowSignalArgs,
 )
-from millpond.kernels.decode_rules import KEEP_ALL
-from millpond.kernels.eager.attention import empty_output
+from millpond.kernels.decode_rules import Reduce
 from millpond.kernels.native import abi, decoder_rows
 from millpond.kernels.native.pages import regions_struct
 from millpond.kernels.native.structs import (
@@ -35,7 +32,7 @@ from millpond.kernels.native.structs import (
     flat_indices,
     pool_numbers,
     readable_rows,
-    rule_numbers,
+    run,
 )
 from millpond.kernels.thread_count import thread_count
 
@@ -57,55 +54,31 @@ LIBRARY.define(
     "read(Tensor bases, Tensor table, Tensor lens, int width, int[] pool) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-LIBRARY.impl("decode", abi.decode, "CPU")
-LIBRARY.impl("prefill", abi.prefill, "CPU")
-LIBRARY.impl("write", abi.write, "CPU")
+LIBRARY.impl("decode", lambda *values: abi.decode(abi.DecodeValues(*values)), "CPU")
+LIBRARY.impl("prefill", lambda *values: abi.prefill(_prefill_args(*values)), "CPU")
+LIBRARY.impl("write", lambda bases, table, *rest: abi.write(bases, table, EntryRows(*rest[:-1]), rest[-1]), "CPU")
 LIBRARY.impl("read", abi.read, "CPU")
 LIBRARY.impl("linear", decoder_rows.linear, "CPU")
 
 
+def _prefill_args(*values: Any) -> PrefillArgs:
+    q, k, v, q_pos, past_pos, past_log_masses, sinks, window, scale, softcap, colsum, decay = values
+    shape, reduce = AttentionShape(scale, softcap, window, sinks), None if colsum < 0 else Reduce(colsum)
+    return PrefillArgs(q, k, v, q_pos, shape, past_pos, past_log_masses, reduce, decay)
+
+
 @torch.library.register_fake("millpond::decode", lib=LIBRARY)
-def _decode_shapes(
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    bases: Tensor,
-    table: Tensor,
-    lens: Tensor,
-    caps: Tensor,
-    recent: Tensor,
-    q_pos: Tensor,
-    sink_logits: Tensor | None,
-    pool: list[int],
-    rule: list[int],
-    window: int,
-    scale: float,
-    softcap: float,
-    decay: float,
-    kept: Tensor | None = None,
-    least: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    n_seq, n_heads, _ = q.shape
-    out = q.new_empty((n_seq, n_heads, pool[3]))
-    lse = q.new_empty((n_seq, n_heads), dtype=torch.float32)
-    return out, lse, q.new_empty((n_seq * k_new.shape[1],), dtype=torch.int32)
+def _decode_shapes(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
+    step = abi.DecodeValues(*values)
+    n_seq, n_heads, _ = step.q.shape
+    out = step.q.new_empty((n_seq, n_heads, step.pool[3]))
+    lse = step.q.new_empty((n_seq, n_heads), dtype=torch.float32)
+    return out, lse, step.q.new_empty((n_seq * step.k_new.shape[1],), dtype=torch.int32)
 
 
 @torch.library.register_fake("millpond::prefill", lib=LIBRARY)
-def _prefill_shapes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_pos: Tensor,
-    past_pos: Tensor | None,
-    past_log_masses: Tensor | None,
-    sink_logits: Tensor | None,
-    window: int,
-    scale: float,
-    softcap: float,
-    colsum: int,
-    decay: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _prefill_shapes(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, colsum, _ = others
     sums = v.shape[:2] if colsum >= 0 else (0, 0)
     return (
         q.new_empty((*q.shape[:2], v.shape[-1])),
@@ -115,19 +88,7 @@ def _prefill_shapes(
 
 
 @torch.library.register_fake("millpond::write", lib=LIBRARY)
-def _write_shapes(
-    bases: Tensor,
-    table: Tensor,
-    start: Tensor,
-    count: Tensor,
-    index: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    scores: Tensor | None,
-    log_masses: Tensor | None,
-    pool: list[int],
-) -> None:
+def _write_shapes(*_: Any) -> None:
     return None
 
 
@@ -149,114 +110,39 @@ def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def decode(args: DecodeArgs) -> DecodeOutput:
-    regions = args.regions
-    plain, rule, shape = regions.plain, regions.rule, regions.shape
-    values = (
-        args.q,
-        args.k_new,
-        args.v_new,
-        plain.pages.bases,
-        plain.table,
-        plain.lens,
-        regions.caps,
-        regions.recent,
-        regions.q_pos,
-        shape.sink_logits,
-        pool_numbers(plain.pages),
-        rule_numbers(rule),
-        shape.window,
-        shape.scale,
-        shape.softcap,
-        rule.decay,
-        regions.kept,
-        regions.least,
-    )
-    if regions.packed is not None:
-        return DecodeOutput(*abi.decode(*values, regions_struct(regions.packed)))
-    call = torch.ops.millpond.decode.default if torch.compiler.is_compiling() else abi.decode
-    return DecodeOutput(*call(*values))
-
-
-def decode_rows(args: DecodeRowsArgs) -> AttendOutput:
-    (pages, table, lens), shape = args.regions.parts, args.shape
-    return AttendOutput(
-        *abi.decode_rows(
-            args.q,
-            args.k_new,
-            args.v_new,
-            pages.bases,
-            table,
-            lens,
-            args.q_pos,
-            shape.sink_logits,
-            pool_numbers(pages),
-            rule_numbers(KEEP_ALL),
-            shape.window,
-            shape.scale,
-            shape.softcap,
-        )
-    )
-
-
-def attend(args: AttendArgs) -> AttendOutput:
-    q, (pages, table, lens) = args.q, args.regions.parts
-    members = torch.arange(len(q)) if args.members is None else args.members
-    out, lse = empty_output(q, pages.value_dim) if args.partial is None else args.partial
-    abi.attend(q, pages.bases, table, lens, members, out, lse, pool_numbers(pages), args.scale, args.softcap)
-    return AttendOutput(out, lse)
+    values = abi.DecodeValues.of(args.q, args.k_new, args.v_new, args.regions)
+    if args.regions.packed is not None:
+        return DecodeOutput(*abi.decode(values, regions_struct(args.regions.packed)))
+    if torch.compiler.is_compiling():
+        return DecodeOutput(*torch.ops.millpond.decode.default(*values))
+    return DecodeOutput(*abi.decode(values))
 
 
 def prefill(args: PrefillArgs) -> PrefillOutput:
-    call, shape = torch.ops.millpond.prefill.default if torch.compiler.is_compiling() else abi.prefill, args.shape
-    out, lse, sums = call(
-        args.q,
-        args.k,
-        args.v,
-        args.q_pos,
-        args.past_pos,
-        args.past_log_masses,
-        shape.sink_logits,
-        shape.window,
-        shape.scale,
-        shape.softcap,
-        -1 if args.colsum is None else int(args.colsum),
-        args.decay,
-    )
+    shape = args.shape
+    if torch.compiler.is_compiling():
+        tensors = (args.q, args.k, args.v, args.q_pos, args.past_pos, args.past_log_masses, shape.sink_logits)
+        numbers = (
+            shape.window,
+            shape.scale,
+            shape.softcap,
+            -1 if args.colsum is None else int(args.colsum),
+            args.decay,
+        )
+        out, lse, sums = torch.ops.millpond.prefill.default(*tensors, *numbers)
+    else:
+        out, lse, sums = abi.prefill(args)
     return PrefillOutput(out, lse, sums if args.colsum is not None else None)
 
 
-def window_signal(args: WindowSignalArgs) -> Tensor:
-    shape = args.shape
-    return abi.window_signal(
-        args.q,
-        args.k,
-        args.q_pos,
-        args.k_pos,
-        args.log_masses,
-        shape.sink_logits,
-        args.lse,
-        shape.window,
-        shape.scale,
-        shape.softcap,
-        int(args.reduce),
-    )
-
-
 def write(regions: PageRegions, rows: EntryRows) -> None:
-    call, pages = torch.ops.millpond.write.default if torch.compiler.is_compiling() else abi.write, regions.pages
-    call(
-        pages.bases,
-        regions.table,
-        rows.start,
-        rows.count,
-        rows.index,
-        rows.keys,
-        rows.values,
-        rows.positions,
-        rows.scores,
-        rows.log_masses,
-        pool_numbers(pages),
-    )
+    pages, table = regions.pages, regions.table
+    if torch.compiler.is_compiling():
+        entries = (rows.keys, rows.values, rows.positions, rows.scores, rows.log_masses)
+        where = (pages.bases, table, rows.start, rows.count, rows.index)
+        torch.ops.millpond.write.default(*where, *entries, pool_numbers(pages))
+    else:
+        abi.write(pages.bases, table, rows, pool_numbers(pages))
 
 
 def read(regions: PageRegions, width: int) -> PaddedEntries:
@@ -332,42 +218,39 @@ def merge_slots(args: MergeArgs) -> None:
         raise OptionError("memory is written in place: it must be a contiguous float64 tensor")
     local = args.local if args.local is None else readable_rows(args.local.float())
     n_seq = q_pos.shape[0]
-    failed = entry_point("mp_merge_slots")(
-        MERGE(
-            pages.bases.data_ptr(),
-            pages.bases.shape[1],
-            *pool_numbers(pages),
-            table.data_ptr(),
-            table.stride(0),
-            lens.data_ptr(),
-            caps.data_ptr(),
-            recent.data_ptr(),
-            q_pos.data_ptr(),
-            memory.data_ptr(),
-            0 if local is None else local.data_ptr(),
-            0 if local is None else local.stride(0),
-            n_seq,
-            lens.shape[0] // n_seq if n_seq else 0,
-            leave.evict,
-            leave.sinks,
-            leave.seed & 0xFFFFFFFF,
-            rule.weigh,
-            rule.closed,
-            rule.targets,
-            rule.over,
-            rule.average,
-            rule.draw,
-            rule.bias,
-            rule.masses and pages.masses,
-            thread_count(),
-            rule.threshold,
-            rule.rate,
-            rule.cover,
-            rule.most,
-        )
+    struct = MERGE(
+        pages.bases.data_ptr(),
+        pages.bases.shape[1],
+        *pool_numbers(pages),
+        table.data_ptr(),
+        table.stride(0),
+        lens.data_ptr(),
+        caps.data_ptr(),
+        recent.data_ptr(),
+        q_pos.data_ptr(),
+        memory.data_ptr(),
+        0 if local is None else local.data_ptr(),
+        0 if local is None else local.stride(0),
+        n_seq,
+        lens.shape[0] // n_seq if n_seq else 0,
+        leave.evict,
+        leave.sinks,
+        leave.seed & 0xFFFFFFFF,
+        rule.weigh,
+        rule.closed,
+        rule.targets,
+        rule.over,
+        rule.average,
+        rule.draw,
+        rule.bias,
+        rule.masses and pages.masses,
+        thread_count(),
+        rule.threshold,
+        rule.rate,
+        rule.cover,
+        rule.most,
     )
-    if failed:
-        raise MemoryError("no memory for the work space of the merging kernel")
+    run("mp_merge_slots", "the merging kernel", struct)
 
 
 def _flags(mask: Tensor) -> Tensor:
@@ -385,26 +268,23 @@ def nearest(
     if values is not None:
         of_values = (values.data_ptr(), DTYPES[values.dtype], *keys.stride()[:2], *values.stride()[:2], values.shape[2])
     address, dtype, *strides, value_dim = of_values
-    failed = entry_point("mp_nearest")(
-        NEAREST(
-            keys.data_ptr(),
-            address,
-            DTYPES[keys.dtype],
-            dtype,
-            *strides,
-            sources.data_ptr(),
-            targets.data_ptr(),
-            into.data_ptr(),
-            alike.data_ptr(),
-            *keys.shape[:2],
-            keys.shape[2],
-            value_dim,
-            thread_count(),
-            floor,
-        )
+    struct = NEAREST(
+        keys.data_ptr(),
+        address,
+        DTYPES[keys.dtype],
+        dtype,
+        *strides,
+        sources.data_ptr(),
+        targets.data_ptr(),
+        into.data_ptr(),
+        alike.data_ptr(),
+        *keys.shape[:2],
+        keys.shape[2],
+        value_dim,
+        thread_count(),
+        floor,
     )
-    if failed:
-        raise MemoryError("no memory for the work space of the likeness kernel")
+    run("mp_nearest", "the likeness kernel", struct)
     return into, alike
 
 
@@ -412,22 +292,19 @@ def mean_rows(x: Tensor, weight: Tensor, own: Tensor, into: Tensor, leaves: Tens
     x, into, leaves = readable_rows(x), into.contiguous(), _flags(leaves)
     weight, own = weight.double().contiguous(), own.double().contiguous()
     out = torch.empty(x.shape, dtype=torch.float32)
-    failed = entry_point("mp_mean_rows")(
-        MEAN(
-            x.data_ptr(),
-            DTYPES[x.dtype],
-            *x.stride()[:2],
-            weight.data_ptr(),
-            own.data_ptr(),
-            into.data_ptr(),
-            leaves.data_ptr(),
-            out.data_ptr(),
-            *x.shape,
-            thread_count(),
-        )
+    struct = MEAN(
+        x.data_ptr(),
+        DTYPES[x.dtype],
+        *x.stride()[:2],
+        weight.data_ptr(),
+        own.data_ptr(),
+        into.data_ptr(),
+        leaves.data_ptr(),
+        out.data_ptr(),
+        *x.shape,
+        thread_count(),
     )
-    if failed:
-        raise MemoryError("no memory for the work space of the merging kernel")
+    run("mp_mean_rows", "the merging kernel", struct)
     return out
 
 
@@ -455,3 +332,41 @@ def race(weights: Tensor, keys: Tensor, ids: Tensor | None = None) -> Tensor:
         )
     )
     return drawn
+
+
+SCAN = Struct("=21qd").pack
+#: Columns that `mp_newest_alike` reads together.
+COLUMNS = 128
+
+
+def _scan_struct(x: Tensor, y: Tensor, sets: int, results: tuple[int, ...], threshold: float = 0.0) -> bytes:
+    """Return the C struct of products of rows x (H, N, dim) and y (H * sets, n, dim)."""
+    rows = (x.data_ptr(), y.data_ptr(), DTYPES[x.dtype], DTYPES[y.dtype], *x.stride()[:2], *y.stride()[:2])
+    return SCAN(*rows, *x.shape[:2], sets, y.shape[1], x.shape[2], *results, thread_count(), threshold)
+
+
+def absolute_sums(x: Tensor, y: Tensor) -> Tensor:
+    """Return (H, N) for x (H, N, dim) and y (H * sets, n, dim)."""
+    x, y = readable_rows(x), readable_rows(y)
+    n_heads, n_rows, _ = x.shape
+    sums = torch.zeros((n_heads, n_rows), dtype=torch.float32)
+    if x.numel() and y.numel():
+        results = (sums.data_ptr(), 0, 0, 0, 0, 0, 0)
+        run("mp_absolute_sums", "the products", _scan_struct(x, y, len(y) // n_heads, results))
+    return sums
+
+
+def newest_alike(keys: Tensor, lens: Tensor, threshold: float, most: int) -> tuple[Tensor, Tensor]:
+    """Return (H, N, most) int32 and float32 for keys (H, N, dim) and lens (H,)."""
+    keys, lens = readable_rows(keys), flat_indices(lens).contiguous()
+    n_heads, n_rows, _ = keys.shape
+    at = torch.full((n_heads, n_rows, most), -1, dtype=INT32)
+    cosines = torch.zeros((n_heads, n_rows, most), dtype=torch.float32)
+    if keys.numel() and most:
+        scales = torch.zeros((n_heads, -(-n_rows // COLUMNS) * COLUMNS), dtype=torch.float32)
+        lengths = torch.linalg.vector_norm(keys.float(), dim=-1)
+        torch.reciprocal(lengths.clamp_(min=1e-12), out=scales[:, :n_rows])
+        to = (lens.data_ptr(), at.data_ptr(), cosines.data_ptr(), most)
+        struct = _scan_struct(keys, keys, 1, (0, scales.data_ptr(), scales.stride(0), *to), threshold)
+        run("mp_newest_alike", "the products", struct)
+    return at, cosines

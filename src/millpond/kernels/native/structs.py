@@ -32,6 +32,16 @@ def entry_point(name: str) -> Call:
     return function
 
 
+def run(name: str, purpose: str, struct: bytes) -> None:
+    """Call the C function of that name.
+
+    Raises:
+        MemoryError: there is no work space for its purpose.
+    """
+    if entry_point(name)(struct):
+        raise MemoryError(f"no memory for the work space of {purpose}")
+
+
 def readable_rows(x: Tensor) -> Tensor:
     """Return the tensor with contiguous rows in a dtype that the kernels read."""
     x = x if x.dtype in DTYPES else x.float()
@@ -43,6 +53,11 @@ def flat_indices(x: Tensor) -> Tensor:
     if x.dtype is not INT32:
         raise OptionError(f"index tensors of the kernels are int32, not {x.dtype}")
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def address_of(x: Tensor | None) -> int:
+    """Return the address of a tensor's numbers; 0 for none."""
+    return 0 if x is None else x.data_ptr()
 
 
 def shared_rows(x: Tensor | None) -> tuple[int, int]:

@@ -61,7 +61,7 @@ class Block:
         dense: DecoderOps,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Return the rows x (N, width) after the layer.
+        """Return the rows x (N, width) after the layer; their memory may be written over.
 
         With `rows` (n,) only these are returned, though all take part in attention; rotary is cos and sin, (N, dim)
         each, or None if positions are not rotated.

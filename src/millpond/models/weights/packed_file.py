@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from millpond.cache.atomic_files import sync_folder
 from millpond.errors import DataError, OptionError
 from millpond.kernels.checksum import crc32
 from millpond.kernels.quantized_weight import QuantizedWeight
@@ -273,7 +274,8 @@ def _appearing(path: Path) -> Iterator[int]:
         if isinstance(error, OSError):
             raise OptionError(f"{path} cannot be written: {error.strerror or error}; name another folder") from error
         raise
-    _sync_folder(path.parent)
+    with suppress(OSError):
+        sync_folder(path.parent)
 
 
 def _nameless(folder: Path) -> int | None:
@@ -293,15 +295,6 @@ def _named(handle: int, path: Path) -> str:
     finally:
         os.close(folder)
     return str(path.parent / name)
-
-
-def _sync_folder(folder: Path) -> None:
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _write_at(handle: int, content: memoryview, at: int) -> None:

@@ -12,31 +12,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import JSONResponse
 
-from millpond.server.openapi.answers import (
-    EVENTS,
-    Chat,
-    ChatChunk,
-    Completion,
-    CompletionChunk,
-    ErrorAnswer,
-    ResponseAnswer,
-)
-from millpond.server.openapi.infill import InfillChunk, Infilled
-from millpond.server.openapi.info import (
-    ClusterWorkers,
-    Detokenized,
-    Health,
-    MemoryOfLayer,
-    ServedModel,
-    ServedModels,
-    Sessions,
-    SessionsDeleted,
-    Tokenized,
-    Version,
-    WorkerDrained,
-)
-from millpond.server.openapi.messages import EVENTS as MESSAGE_EVENTS
-from millpond.server.openapi.messages import AnthropicErrorAnswer, CountedTokens, SentMessage
+from millpond.server.openapi import answers, info, messages
 
 #: The first version that can say what each event of a stream is.
 _VERSION = "3.2.0"
@@ -81,7 +57,7 @@ class _Sent:
     events: tuple[type[BaseModel], ...] = ()
     done: bool = False
     errors: tuple[int, ...] = ()
-    error: type[BaseModel] = ErrorAnswer
+    error: type[BaseModel] = answers.ErrorAnswer
     empty: tuple[int, str] | None = None
     others: tuple[int, type[BaseModel]] | None = None
     needs_key: bool = True
@@ -90,27 +66,33 @@ class _Sent:
 
 _OF_ANSWERS = (400, 403, 404, 422, 429)
 _SENT = {
-    ("/v1/completions", "post"): _Sent(Completion, (CompletionChunk,), True, _OF_ANSWERS),
-    ("/v1/chat/completions", "post"): _Sent(Chat, (ChatChunk,), True, _OF_ANSWERS),
-    ("/v1/responses", "post"): _Sent(ResponseAnswer, EVENTS, errors=_OF_ANSWERS),
-    ("/infill", "post"): _Sent(Infilled, (InfillChunk, Infilled, ErrorAnswer), errors=_OF_ANSWERS, named=False),
-    ("/v1/messages", "post"): _Sent(SentMessage, MESSAGE_EVENTS, errors=_OF_ANSWERS, error=AnthropicErrorAnswer),
-    ("/v1/messages/count_tokens", "post"): _Sent(CountedTokens, errors=(400, 404), error=AnthropicErrorAnswer),
-    ("/v1/models", "get"): _Sent(ServedModels),
-    ("/v1/models/{name}", "get"): _Sent(ServedModel, errors=(404,)),
-    ("/health", "get"): _Sent(Health, others=(503, Health), needs_key=False),
-    ("/version", "get"): _Sent(Version),
-    ("/metrics", "get"): _Sent(None),
-    ("/tokenize", "post"): _Sent(Tokenized, errors=(400, 404)),
-    ("/detokenize", "post"): _Sent(Detokenized, errors=(400, 404)),
-    ("/v1/millpond/sessions", "get"): _Sent(Sessions, errors=(400, 404)),
-    ("/v1/millpond/sessions", "delete"): _Sent(SessionsDeleted, errors=(400, 404)),
-    ("/v1/millpond/sessions/{session_id}", "delete"): _Sent(SessionsDeleted, errors=(400, 404)),
-    ("/v1/millpond/memory/{request_id}", "get"): _Sent(
-        MemoryOfLayer, errors=(400, 404), empty=(204, "The request waits and holds nothing.")
+    ("/v1/completions", "post"): _Sent(answers.Completion, (answers.CompletionChunk,), True, _OF_ANSWERS),
+    ("/v1/chat/completions", "post"): _Sent(answers.Chat, (answers.ChatChunk,), True, _OF_ANSWERS),
+    ("/v1/responses", "post"): _Sent(answers.ResponseAnswer, answers.EVENTS, errors=_OF_ANSWERS),
+    ("/infill", "post"): _Sent(
+        info.Infilled, (info.InfillChunk, info.Infilled, answers.ErrorAnswer), errors=_OF_ANSWERS, named=False
     ),
-    ("/cluster", "get"): _Sent(ClusterWorkers, errors=(403,)),
-    ("/cluster/workers/{name}/drain", "post"): _Sent(WorkerDrained, errors=(400, 403, 404, 409)),
+    ("/v1/messages", "post"): _Sent(
+        messages.SentMessage, messages.EVENTS, errors=_OF_ANSWERS, error=messages.AnthropicErrorAnswer
+    ),
+    ("/v1/messages/count_tokens", "post"): _Sent(
+        messages.CountedTokens, errors=(400, 404), error=messages.AnthropicErrorAnswer
+    ),
+    ("/v1/models", "get"): _Sent(info.ServedModels),
+    ("/v1/models/{name}", "get"): _Sent(info.ServedModel, errors=(404,)),
+    ("/health", "get"): _Sent(info.Health, others=(503, info.Health), needs_key=False),
+    ("/version", "get"): _Sent(info.Version),
+    ("/metrics", "get"): _Sent(None),
+    ("/tokenize", "post"): _Sent(info.Tokenized, errors=(400, 404)),
+    ("/detokenize", "post"): _Sent(info.Detokenized, errors=(400, 404)),
+    ("/v1/millpond/sessions", "get"): _Sent(info.Sessions, errors=(400, 404)),
+    ("/v1/millpond/sessions", "delete"): _Sent(info.SessionsDeleted, errors=(400, 404)),
+    ("/v1/millpond/sessions/{session_id}", "delete"): _Sent(info.SessionsDeleted, errors=(400, 404)),
+    ("/v1/millpond/memory/{request_id}", "get"): _Sent(
+        info.MemoryOfLayer, errors=(400, 404), empty=(204, "The request waits and holds nothing.")
+    ),
+    ("/cluster", "get"): _Sent(info.ClusterWorkers, errors=(403,)),
+    ("/cluster/workers/{name}/drain", "post"): _Sent(info.WorkerDrained, errors=(400, 403, 404, 409)),
 }
 
 
@@ -142,8 +124,8 @@ def _completed(document: dict[str, Any], keyed: bool) -> dict[str, Any]:
     components = document["components"]
     for unsent in ("HTTPValidationError", "ValidationError"):
         components["schemas"].pop(unsent, None)
-    answers = [_SENT[path, method] for path, operations in document["paths"].items() for method in operations]
-    kinds = list(dict.fromkeys(kind for sent in answers for kind in _models(sent)))
+    routes = [_SENT[path, method] for path, operations in document["paths"].items() for method in operations]
+    kinds = list(dict.fromkeys(kind for sent in routes for kind in _models(sent)))
     _, schemas = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REF)
     for name, schema in schemas["$defs"].items():
         had = components["schemas"].setdefault(name, schema)  # of a body, where a response repeats a format
@@ -170,19 +152,19 @@ def _responses(sent: _Sent, keyed: bool) -> dict[str, Any]:
     whole = {"text/plain": {"schema": {"type": "string"}}} if sent.whole is None else _json(_ref(sent.whole))
     if sent.events:
         whole["text/event-stream"] = {"itemSchema": _event(sent)}
-    answers: dict[int, Any] = {200: {"description": "The answer.", "content": whole}}
+    by_status: dict[int, Any] = {200: {"description": "The answer.", "content": whole}}
     if sent.empty is not None:
-        answers[sent.empty[0]] = {"description": sent.empty[1]}
+        by_status[sent.empty[0]] = {"description": sent.empty[1]}
     for status in {*_ALWAYS, *sent.errors, *([401] if keyed and sent.needs_key else [])}:
         schema = _ref(sent.error)
         if sent.others is not None and sent.others[0] == status:
             schema = {"anyOf": [_ref(sent.others[1]), schema]}
-        answers[status] = {"description": _REASONS[status], "content": _json(schema)}
+        by_status[status] = {"description": _REASONS[status], "content": _json(schema)}
         if status in _WAITED:
-            answers[status]["headers"] = {"Retry-After": _header("Seconds to wait; not always sent.", "integer")}
+            by_status[status]["headers"] = {"Retry-After": _header("Seconds to wait; not always sent.", "integer")}
         if status == 401:
-            answers[status]["headers"] = {"WWW-Authenticate": _header("Bearer.", "string")}
-    return {str(status): answers[status] for status in sorted(answers)}
+            by_status[status]["headers"] = {"WWW-Authenticate": _header("Bearer.", "string")}
+    return {str(status): by_status[status] for status in sorted(by_status)}
 
 
 def _event(sent: _Sent) -> dict[str, Any]:

@@ -24,10 +24,9 @@ from millpond.server.request_mapping import (
     schema_of,
     wants_progress,
 )
-from millpond.server.schemas import ChatBody
+from millpond.server.schemas import ChatBody, StructuralTag, two_of
 from millpond.server.service import Service
-from millpond.server.structured_outputs import StructuralTag, two_of
-from millpond.server.tokenizer_worker import PLAIN_STOP
+from millpond.server.text_reader import PLAIN_STOP
 from millpond.server.tools.response_format import ToolCallFormat
 from millpond.server.tools.tool_choice import Tools, tools_of
 
@@ -95,15 +94,14 @@ async def chat_request_of(service: Service, body: ChatBody, name: str, *, most_i
     if requested_tokens == 0:
         raise ApiError(400, "max_tokens=0: must be at least 1", "invalid_value", "max_tokens")
     max_tokens = most_tokens(requested_tokens, service.settings.max_tokens)
+    tell_read, schema, cache = wants_progress(body), schema_of(body.response_format), cache_options(body.millpond)
     tools = tools_of(body, service.calls, service.tokens.shown)
-    schema = schema_of(body.response_format)
     tag = None if tools is None else tools.constraint(schema)
     if isinstance(body.response_format, StructuralTag):
         if tools is not None:
             raise two_of("response_format of type structural_tag", "tools")
         tag = body.response_format.constraint("response_format")
-    needed = service.breakpoints.needed(cache_options(body.millpond))
-    requested = chat_marks(body.messages, body.millpond, needed)
+    requested = chat_marks(body.messages, body.millpond, service.breakpoints.needed(cache))
     prompt, marks = await service.tokens.read_chat(body.messages, body, body.tool_choice != "none", requested)
     if most_is_bound and max_tokens is not None:
         n = prompt.n_tokens if isinstance(prompt, Prompt) else len(prompt)
@@ -119,6 +117,6 @@ async def chat_request_of(service: Service, body: ChatBody, name: str, *, most_i
         stop=() if service.tokens.has_template else (PLAIN_STOP,),
     )
     engine_requests = requests(
-        name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, marks, wants_progress(body)
+        name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, marks, tell_read
     )
     return ChatRequest(engine_requests, tools, held=tag is not None)

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, fields
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 from fastapi import Path as InPath
 from fastapi import Request as HttpRequest
 
+from millpond.engine.cluster_figures import WorkerInfo
 from millpond.server.errors import ApiError
 from millpond.server.identity import OperatorKey
-from millpond.server.llm_protocol import MoveCounters, ServedCluster, ServedWorker
+from millpond.server.llm_protocol import ServedCluster
 from millpond.server.service import Service
-
-#: Counters of `GET /cluster`.
-COUNTERS = (
-    "moved",
-    "moved_bytes",
-    "full_bytes",
-    "replayed",
-    "deaths",
-    "move_s",
-    "checkpoints",
-    "checkpoint_bytes",
-    "resumed",
-)
 
 #: Numbers of each worker's engine there.
 NUMBERS = ("running", "waiting", "swapped", "kv_bytes", "kv_reserved", "kv_limit", "prompt_tokens", "generated_tokens")
@@ -43,7 +32,7 @@ def routes(service: Service, cluster: ServedCluster) -> APIRouter:
         Needs the operator's key, where the server has any keys.
         """
         operator.check(http.scope, changes=False)
-        return {"workers": [_worker(one) for one in cluster.workers()], **counters_of(cluster.figures())}
+        return {"workers": [_worker(one) for one in cluster.workers()], **asdict(cluster.figures())}
 
     @router.post("/cluster/workers/{name}/drain")
     async def drain(
@@ -70,22 +59,8 @@ def routes(service: Service, cluster: ServedCluster) -> APIRouter:
     return router
 
 
-def counters_of(figures: MoveCounters) -> dict[str, float]:
-    """Return the counters by name."""
-    return {name: getattr(figures, name) for name in COUNTERS}
-
-
-def _worker(one: ServedWorker) -> dict[str, Any]:
-    stats = one.stats
-    shown = {
-        "name": one.name,
-        "role": one.role,
-        "pid": one.pid,
-        "node": one.node,
-        "state": one.state,
-        "requests": one.requests,
-        "handoff_bytes": one.handoff_bytes,
-    }
-    if stats is None:
+def _worker(one: WorkerInfo) -> dict[str, Any]:
+    shown = {field.name: getattr(one, field.name) for field in fields(one) if field.name != "stats"}
+    if one.stats is None:
         return shown
-    return shown | {name: getattr(stats, name) for name in NUMBERS}
+    return shown | {name: getattr(one.stats, name) for name in NUMBERS}

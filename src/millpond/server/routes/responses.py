@@ -18,7 +18,7 @@ from millpond.server.request_mapping import cache_options, check_room, most_toke
 from millpond.server.responses import ChosenFunction, FunctionCall, NamedSchema, ResponseBody, ResponsesCall
 from millpond.server.schemas import ChatBody, ChatFields, NamedFunction, NamedTool, ObjectFormat
 from millpond.server.service import Service
-from millpond.server.tokenizer_worker import PLAIN_STOP
+from millpond.server.text_reader import PLAIN_STOP
 from millpond.server.tools.tool_choice import tools_of
 
 

@@ -49,6 +49,38 @@ Event = Content | CallBegins | Arguments | CallEnds | CallBreaks
 
 
 @dataclass(slots=True)
+class Piece:
+    """A text of a whole answer, or a call with the JSON of its arguments.
+
+    Attributes:
+        text: The text, or the JSON.
+        name: Name of the tool that is called; None: it is a text.
+    """
+
+    text: str = ""
+    name: str | None = None
+
+
+def pieces_of(events: Iterable[Event]) -> list[Piece]:
+    """Return texts and calls of a whole answer in their order; a call that broke off is text."""
+    pieces: list[Piece] = []
+    call = Piece()
+    for event in events:
+        match event:
+            case Content(text) | CallBreaks(text):
+                if not pieces or pieces[-1].name is not None:
+                    pieces.append(Piece())
+                pieces[-1].text += text
+            case CallBegins(name):
+                call = Piece(name=name)
+            case Arguments(text):
+                call.text += text
+            case CallEnds():
+                pieces.append(call)
+    return pieces
+
+
+@dataclass(slots=True)
 class Found:
     """A whole answer: its content, and its calls as name and JSON of the arguments."""
 
@@ -58,19 +90,9 @@ class Found:
 
 def found_in(events: Iterable[Event]) -> Found:
     """Return what all events of an answer say together; a call that broke off is content."""
-    answer = Found()
-    name, parts = "", list[str]()
-    for event in events:
-        match event:
-            case Content(text) | CallBreaks(text):
-                answer.content += text
-            case CallBegins(name):
-                parts = []
-            case Arguments(text):
-                parts.append(text)
-            case CallEnds():
-                answer.calls.append((name, "".join(parts)))
-    return answer
+    pieces = pieces_of(events)
+    content = "".join(piece.text for piece in pieces if piece.name is None)
+    return Found(content, [(piece.name, piece.text) for piece in pieces if piece.name is not None])
 
 
 R = TypeVar("R")

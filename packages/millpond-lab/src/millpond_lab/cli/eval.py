@@ -13,16 +13,8 @@ import typer
 from rich.markup import escape
 
 from millpond.cli.console import errors, notes, output
-from millpond.cli.options import (
-    CalibrationFile,
-    CodecName,
-    ModelOptions,
-    Samples,
-    SampleSeed,
-    Threads,
-    expand_groups,
-    optional,
-)
+from millpond.cli.options import CalibrationFile, CodecName, ModelOptions, Threads, expand_groups, optional
+from millpond_lab.cli.options import Samples, SampleSeed
 
 if TYPE_CHECKING:
     from millpond_lab.evals.decoding.record import Cell, SummaryRow

@@ -12,8 +12,9 @@ import typer
 from rich.markup import escape
 
 from millpond.cli.console import notes, output
-from millpond.cli.options import DtypeName, ModelName, Samples, SampleSeed, optional
+from millpond.cli.options import DtypeName, ModelName, optional
 from millpond.errors import OptionError, unknown
+from millpond_lab.cli.options import Samples, SampleSeed
 
 if TYPE_CHECKING:
     from millpond_lab.evals.peers.process import Peer

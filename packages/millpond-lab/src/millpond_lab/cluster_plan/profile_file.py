@@ -12,9 +12,9 @@ from typing import Any
 
 from millpond.budget import Budget
 from millpond.cache.atomic_files import publish, write_part
-from millpond.cluster.json_file import parse_json, read_json
 from millpond.codec import Codec, Format, LayerCodecs, resolve
 from millpond.errors import DataError, OptionError, unknown
+from millpond.typed_json import parse_json, read_json
 from millpond_lab.cluster_plan.layout import FREE_MOVES, STEP_TOKENS, CacheSize, MoveTimes
 from millpond_lab.cluster_plan.profile import A100, DecodeTimes, StepTimes
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from millpond.cli.console import errors
-from millpond.cli.options import BenchModelName, ModelName, Quick, Report, Threads, WeightSeed, optional
+from millpond.cli.options import ModelName, Threads, optional
 from millpond.errors import OptionError
 from millpond_lab.cli.bench import batch, chunks, cluster, engines, offload, paging, serve
 from millpond_lab.cli.bench.common import check_share, command_line, deliver, parse_cells, saved_model, with_given
+from millpond_lab.cli.options import BenchModelName, Quick, Report, WeightSeed
 
 if TYPE_CHECKING:
     from millpond_lab.bench.generate.candidates import ModelShape

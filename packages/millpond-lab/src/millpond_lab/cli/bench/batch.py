@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from millpond.cli.console import errors
-from millpond.cli.options import Quick, Report, Threads, optional
+from millpond.cli.options import Threads, optional
 from millpond_lab.cli.bench.common import check_share, command_line, deliver
+from millpond_lab.cli.options import Quick, Report
 
 
 def batch(

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from millpond.cli.console import errors
-from millpond.cli.options import ChunkDtype, Quick, Report, Threads
+from millpond.cli.options import ChunkDtype, Threads
 from millpond.errors import OptionError
 from millpond_lab.cli.bench.common import command_line, deliver
+from millpond_lab.cli.options import Quick, Report
 
 if TYPE_CHECKING:
     from millpond.policy.reuse import Recompute

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from millpond.cli.console import errors
-from millpond.cli.options import ModelName, Report, Threads
+from millpond.cli.options import ModelName, Threads
 from millpond_lab.cli.bench.common import command_line, deliver
+from millpond_lab.cli.options import Report
 
 
 def cluster(

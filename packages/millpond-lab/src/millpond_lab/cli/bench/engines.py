@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from millpond.cli.console import errors
-from millpond.cli.options import BenchModelName, Quick, Report, WeightSeed, optional
+from millpond.cli.options import optional
 from millpond_lab.cli.bench.common import check_share, command_line, deliver, parse_cells, saved_model, with_given
+from millpond_lab.cli.options import BenchModelName, Quick, Report, WeightSeed
 
 OPENVINO, LLAMACPP = Path("build/openvino/bin/python"), Path("build/llamacpp/bin/python")
 

@@ -7,9 +7,10 @@ from typing import Annotated
 import typer
 
 from millpond.cli.console import errors
-from millpond.cli.options import Report, optional
+from millpond.cli.options import optional
 from millpond.errors import OptionError, unknown
 from millpond_lab.cli.bench.common import command_line, deliver
+from millpond_lab.cli.options import Report
 
 
 def paging(

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from millpond.cli.console import errors, output
-from millpond.cli.options import Report, optional
+from millpond.cli.options import optional
 from millpond.errors import OptionError
 from millpond_lab.cli.bench.common import command_line
+from millpond_lab.cli.options import Report
 
 if TYPE_CHECKING:
     from millpond_lab.bench.serve.requests import LoadRequest

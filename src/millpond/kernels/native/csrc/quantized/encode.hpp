@@ -1,4 +1,4 @@
-// Numbers of a page to codes, group by group: the arithmetic of kernels/packed/groups.py and page.py, bit for bit.
+// Numbers of a page to codes, group by group: the arithmetic of kernels/packed/groups.py and codes.py, bit for bit.
 //
 // Scales and zeros are rounded to float16 before codes are chosen. Compile without contraction of a * b + c.
 #pragma once

@@ -1,6 +1,6 @@
 // Entries beside the codes: the numbers of a page that lie farthest out, and what their codes lack of them.
 //
-// The arithmetic is that of kernels/packed/outliers.py, bit for bit, the order of its sums included.
+// The arithmetic is that of kernels/packed/codes.py, bit for bit, the order of its sums included.
 #pragma once
 
 #include "quantized/encode.hpp"

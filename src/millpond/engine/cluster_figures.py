@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from millpond.cluster.settings import Role
 from millpond.engine.outputs import EngineStats, PrefixStats
 
+#: Who reads prompts and decodes ("replica"), or only one of the two.
+Role = Literal["replica", "prefill", "decode"]
 #: Where a worker is: it loads its model; it serves; it gives its requests to others and ends.
 WorkerState = Literal["starting", "serving", "draining"]
 

@@ -1,0 +1,127 @@
+"""How many kernels a decoding step launches on a GPU, layer by layer: torch's, and those in Triton."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+pytest.importorskip("triton", reason="Triton is not installed (pip install 'millpond[gpu]')")
+
+from millpond.kernels import gpu
+from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Reduce, Signal
+from millpond.kernels.gpu.common import INTERPRET
+from millpond.kernels.packed.layout import Format
+from millpond.models.lean.describe import describe
+from tests.helpers.hf.families import family
+from tests.helpers.kernels.make import Call, Case
+from tests.helpers.kernels.packed_make import PackedCase, side
+
+if not INTERPRET:
+    pytest.skip("launches are counted in the interpreter of Triton", allow_module_level=True)
+
+#: Ops of torch that launch nothing, besides views.
+NOTHING = {"empty", "empty_like", "_unsafe_view", "promote_types"}
+EXECUTOR: Any = importlib.import_module("triton.runtime.interpreter").GridExecutor
+
+
+class Launches(TorchDispatchMode):
+    """Counts kernels by name; of a product that adds a matrix, the copy of that matrix too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        is_view = any(out.alias_info is not None and not out.alias_info.is_write for out in func._schema.returns)
+        if not is_view and name not in NOTHING:
+            self.counts[name] += 1
+            if name == "addmm" and args[0].ndim == 2:
+                self.counts["copy"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def launches() -> Iterator[Counter[str]]:
+    """Counts what is launched inside."""
+    mode, run = Launches(), EXECUTOR.__call__
+
+    def launch(this: Any, *args: Any, **kwargs: Any) -> None:
+        mode.counts[this.fn.__name__] += 1
+        with _disable_current_modes():
+            run(this, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad(), mode:
+        patch.setattr(EXECUTOR, "__call__", launch)
+        yield mode.counts
+
+
+def of_a_layer(name: str, **options: Any) -> Counter[str]:
+    """Launches of one more layer, outside its attention."""
+    found = []
+    for layers in (2, 3):
+        model = family(name).make(num_hidden_layers=layers, **options)
+        decoder, seen = describe(model).decoder, torch.zeros(3, model.config.hidden_size)
+
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor, seen: Tensor = seen) -> Tensor:
+            return seen
+
+        ids = torch.arange(1, 4)
+        with launches() as counts:
+            decoder.forward(ids, ids + 5, attend, torch.arange(3))
+        found.append(counts)
+    return found[1] - found[0]
+
+
+def of_attention(case: Case | PackedCase) -> Counter[str]:
+    """Launches of the attention of a layer, its scores and its eviction."""
+    call = case.build()
+    args = call.args() if isinstance(call, Call) else call.plain.args(call.packed)
+    gpu.decode(args)  # tables of the layout are made once
+    with launches() as counts:
+        gpu.decode(args)
+    return counts
+
+
+PRODUCTS = {"mm": 2, "addmm_": 2}
+LAYERS = {
+    "llama": {**PRODUCTS, "normalize_rows": 2, "rotate_heads": 1, "gate_rows": 1},
+    "qwen2": {"addmm": 1, "mm": 1, "addmm_": 2, "normalize_rows": 2, "rotate_heads": 1, "gate_rows": 1},
+    "qwen3": {**PRODUCTS, "normalize_rows": 4, "rotate_heads": 1, "gate_rows": 1},
+    "gpt_neox": {"addmm": 4, "add_": 2, "normalize_rows": 2, "rotate_heads": 1, "gate_rows": 1},
+    "opt": {"addmm": 4, "add_": 2, "normalize_rows": 2, "gate_rows": 1, "mul": 1},
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_without_its_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLPOND_KERNELS", "gpu")
+    assert of_a_layer(name) == LAYERS[name]
+    monkeypatch.setenv("MILLPOND_KERNELS", "reference")
+    assert not of_a_layer(name).keys() & {"normalize_rows", "rotate_heads", "gate_rows"}
+
+
+BY_SCORE = DecodeRule(Signal.SUM, Reduce.MEAN, Evict.ACC, sinks=4)
+
+
+@pytest.mark.parametrize(("rule", "more"), [(KEEP_ALL, {}), (BY_SCORE, {"score": 1})])
+def test_attention_over_numbers(rule: DecodeRule, more: dict[str, int]) -> None:
+    case = Case([40, 40], 2, 1, 4, 64, 64, 16, torch.bfloat16, rule=rule)
+    assert of_attention(case) == {"attend": 1, "combine": 1, "settle": 1, **more}
+
+
+@pytest.mark.parametrize("format", [Format.INT4, Format.INT8])
+@pytest.mark.parametrize(("rule", "more"), [(KEEP_ALL, {}), (BY_SCORE, {"score": 2})])
+def test_attention_over_numbers_and_codes(format: Format, rule: DecodeRule, more: dict[str, int]) -> None:
+    plain = Case([40, 40], 2, 1, 4, 64, 64, 16, torch.bfloat16, rule=rule)
+    counts = of_attention(PackedCase(plain, [96, 96], side(format, group=32), side(format, group=16), 32))
+    counts -= Counter({"attend": 1, "combine": 1, "settle": 1, "clear": 1, **more})
+    assert counts.total() == 1, counts  # of attention over codes
