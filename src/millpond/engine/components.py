@@ -285,10 +285,11 @@ def _sessions(
 
 
 def open_prefix_store(config: EngineConfig) -> BlockStore | None:
-    """A store of `prefix_disk` bytes in `prefix_folder`; None where the prefix cache has no disk.
+    """Return a store of `prefix_disk` bytes in `prefix_folder`; None where there is no disk.
 
     Raises:
-        OptionError: a folder that is missing or cannot be written. DataError: no file can be made there.
+        OptionError: a folder that is missing or cannot be written.
+        DataError: no file can be made there.
     """
     if config.prefix_disk is None:
         return None
@@ -301,9 +302,10 @@ _IN_MEMORY = "needs weights and KV in memory; leave it out where memory= or plan
 
 
 def check_disk(config: EngineConfig, streamed: StreamedLayers | None, tier: DiskTier | None) -> None:
-    """
+    """Check that no setting needs in memory what is on a disk.
+
     Raises:
-        OptionError: a setting that needs in memory what lies on a disk.
+        OptionError: such a setting.
     """
     if tier is not None and config.prefix_cache:
         raise OptionError(

@@ -44,7 +44,7 @@ from millpond.models.weights.streamed import StreamedLayers
 from millpond.runner.packed_model import LayerShape
 from millpond.setting import shows_options
 
-#: Whether a request left an engine or came into it.
+#: Whether a request left an engine or was imported.
 Direction = Literal["out", "in"]
 
 

@@ -16,40 +16,58 @@ from millpond.runner.cache_layout import CacheLayout
 from millpond.runner.layer_demand import LayerDemand, LayerPages
 from millpond.tiers.buffers import ALIGNMENT
 
-#: Bytes that a page of a pool counts for.
+#: Returns the bytes that a page of a pool counts for.
 PageSize = Callable[[RefCountedPool[Any]], int]
 
 
 def estimate(
     layout: CacheLayout, prompt: int, answer: int, n: int, on_disk: frozenset[int] | None = None
 ) -> MemoryNeed:
-    """What a request holds at peak: `prompt` tokens and `n` answers of at most `answer` tokens.
+    """Return the most bytes that a request can hold.
 
-    What a layer holds says `CacheLayout.demands`; what a plan stores as codes, or in pages of fewer bits, is allocated
-    before it is freed. The states of a hybrid have one size, and each answer has its own, as it has of what lies
-    outside the pages. Of layers on a disk two are in memory at a time.
+    It has `prompt` tokens and `n` answers of at most `answer` tokens. `CacheLayout.demands` says what a layer holds;
+    quantized pages, or pages of fewer bits, are allocated by a plan before it frees the originals. Hybrids add one
+    fixed state per answer, as each answer has its own entries outside the pages. Of layers on disk two are in memory at
+    a time.
 
     Args:
-        on_disk: layers whose pages lie on a disk between passes; None: those of the cache factory.
+        layout: Layout of the cache.
+        prompt: Tokens of the prompt.
+        answer: Most tokens of an answer.
+        n: Number of answers.
+        on_disk: Layers whose pages are on a disk between passes; None: those of the layout.
     """
     on_disk = layout.on_disk if on_disk is None else on_disk
     demands = layout.demands(prompt, answer)
     writes_everywhere = _writes_everywhere(layout)
     table = [_layer_need(demand, n, writes_everywhere, _page_bytes) for demand in demands]
-    near = [need for index, need in enumerate(table) if index not in on_disk]
-    own = layout.state_bytes + layout.unpaged_bytes(prompt, prompt + answer)
-    need = _sum([MemoryNeed(own, 0, own), *near])
+    in_memory = [need for index, need in enumerate(table) if index not in on_disk]
+    unpaged_bytes = layout.state_bytes + layout.unpaged_bytes(prompt, prompt + answer)
+    need = _sum([MemoryNeed(unpaged_bytes, 0, unpaged_bytes), *in_memory])
     if not on_disk:
         return need
-    far = [need for index, need in enumerate(table) if index in on_disk]
-    beside = [_resident_part(demands[index], n, writes_everywhere) for index in sorted(on_disk)]
-    here = MemoryNeed(*(2 * max(part) for part in zip(*((x.prefill, x.shared, x.each) for x in far), strict=True)))
+    disk_needs = [need for index, need in enumerate(table) if index in on_disk]
+    resident_parts = [_resident_part(demands[index], n, writes_everywhere) for index in sorted(on_disk)]
+    streamed = MemoryNeed(
+        *(
+            2 * max(part)
+            for part in zip(
+                *((part_need.prefill, part_need.shared, part_need.each) for part_need in disk_needs), strict=True
+            )
+        )
+    )
     runs = n * ((prompt + answer) // demands[0].layer.pool.slots + 2)
-    return replace(_sum([need, *beside, here]), disk=max(x.peak(n) for x in far) + runs * ALIGNMENT)
+    return replace(
+        _sum([need, *resident_parts, streamed]),
+        disk=max(part_need.peak(n) for part_need in disk_needs) + runs * ALIGNMENT,
+    )
 
 
 def estimate_prefix(layout: CacheLayout, n_tokens: int, parent: int) -> MemoryNeed:
-    """What a common beginning of `n_tokens` holds besides the pages of its first `parent` tokens, which others hold."""
+    """Return the bytes of a common beginning of `n_tokens`.
+
+    The pages of its first `parent` tokens, which others hold, do not count.
+    """
     n_bytes = 0
     for layer in layout.layer_layouts:
         pool = layer.prompt_pool
@@ -59,39 +77,45 @@ def estimate_prefix(layout: CacheLayout, n_tokens: int, parent: int) -> MemoryNe
 
 
 def estimate_after_prefix(layout: CacheLayout, need: MemoryNeed, prompt: int, n: int, begun: int) -> MemoryNeed:
-    """What a request holds besides the full pages of its first `begun` tokens, which others hold longer than it does.
+    """Return the bytes of a request whose beginning others hold longer than it does.
+
+    The full pages of its first `begun` tokens do not count.
 
     Args:
-        need: what it holds alone. The rest: as of `estimate`.
+        layout: As of `estimate`.
+        need: Bytes that it holds alone.
+        prompt: As of `estimate`.
+        n: As of `estimate`.
+        begun: Tokens of the beginning.
     """
     if not shares_pages(layout):
         return need
-    shared = again = 0
+    shared = rewritten = 0
     for demand in layout.demands(prompt, 0):
         layer, pool = demand.layer, demand.layer.prompt_pool
         shared += pool.page_bytes * layer.shape.n_kv_heads * (begun // pool.slots)
         if layer.in_place:  # the plan writes while others hold the prompt's pages
-            again += layer.pool.page_bytes * demand.kept_plain_pages
+            rewritten += layer.pool.page_bytes * demand.kept_plain_pages
     if not keeps_pages(layout):
-        return replace(need, prefill=need.prefill - shared + again)
+        return replace(need, prefill=need.prefill - shared + rewritten)
     own_part = replace(need, prefill=need.prefill - shared)
     return replace(own_part, each=need.each - shared) if n == 1 else replace(own_part, shared=need.shared - shared)
 
 
 def shares_pages(layout: CacheLayout) -> bool:
-    """Whether the pages of a prompt's beginning stay as they are while the rest of it is read."""
+    """Return whether the pages of a prompt's beginning stay while the rest of it is read."""
     return not layout.policy.observes_all
 
 
 def keeps_pages(layout: CacheLayout) -> bool:
-    """Whether the pages of a prompt stay those of its answers, since no plan writes others."""
+    """Return whether a prompt's pages stay those of its answers, since no plan writes others."""
     return layout.policy.keeps_all and all(
         layer.codec is None and not layer.shape.window and layer.in_place for layer in layout.layer_layouts
     )
 
 
 def pages_to_read(layout: CacheLayout, prompt: int, n_tokens: int) -> Pages:
-    """Pages that the first `n_tokens` tokens of a prompt of `prompt` tokens take."""
+    """Return the pages that the first `n_tokens` tokens of a prompt of `prompt` tokens take."""
     pages: list[LayerPages] = []
     for demand in layout.demands(prompt, 0):
         pool, entries = demand.layer.prompt_pool, min(n_tokens, demand.prompt_entries)
@@ -100,11 +124,15 @@ def pages_to_read(layout: CacheLayout, prompt: int, n_tokens: int) -> Pages:
 
 
 def plan_pages(layout: CacheLayout, prompt: int, batch_cache: BatchCache | None = None) -> Pages:
-    """Pages that the plan of a prompt takes in addition to those that it frees before.
+    """Return the pages that the plan of a prompt takes besides those that it frees before.
 
-    Codes are written before what was read goes, and so are plain pages of fewer bits than the prompt's. Others are
-    written when the prompt's have gone, but for those that are shared; `batch_cache`: what was read, None where
-    nothing was.
+    Codes are written before the originals are freed, and so are plain pages of fewer bits than the prompt's. Others are
+    written when the prompt's are free, except for shared ones.
+
+    Args:
+        layout: Layout of the cache.
+        prompt: Tokens of the prompt.
+        batch_cache: Cache of what was read; None where nothing was.
     """
     pages: list[LayerPages] = []
     may_share = shares_pages(layout)  # else the last pass has left none that others hold
@@ -119,20 +147,23 @@ def plan_pages(layout: CacheLayout, prompt: int, batch_cache: BatchCache | None 
 
 
 def _peak_pages(layout: CacheLayout, layers: Sequence[LayerPages]) -> Pages:
-    """Pages of all layers; of those on a disk, which are in memory one at a time, those of the largest one."""
+    """Return the pages of all layers.
+
+    Of layers on a disk, which are in memory one at a time, the largest one counts.
+    """
     need: Counter[RefCountedPool[Any]] = Counter()
-    most: LayerPages = {}
+    max_pages: LayerPages = {}
     for index, pages in enumerate(layers):
         if index in layout.on_disk:
-            most = {pool: max(most.get(pool, 0), pages.get(pool, 0)) for pool in {**most, **pages}}
+            max_pages = {pool: max(max_pages.get(pool, 0), pages.get(pool, 0)) for pool in {**max_pages, **pages}}
         else:
             need.update(pages)
-    need.update(most)
+    need.update(max_pages)
     return dict[Pool, int](need.items())
 
 
 def _layer_need(demand: LayerDemand, n: int, writes_everywhere: bool, page: PageSize) -> MemoryNeed:
-    """Bytes of one layer, each page of a pool counted as `page` says."""
+    """Return the bytes of one layer, each page of a pool counted as `page` says."""
     reading = _n_bytes(demand.prompt_pages, page) + _n_bytes(demand.plan_pages, page)
     if n == 1:
         return MemoryNeed(reading, 0, _n_bytes(demand.decode_pages, page))
@@ -142,10 +173,13 @@ def _layer_need(demand: LayerDemand, n: int, writes_everywhere: bool, page: Page
 
 
 def _resident_part(demand: LayerDemand, n: int, writes_everywhere: bool) -> MemoryNeed:
-    """What a layer on the disk holds in memory: positions, scores and masses, and a page of entries of each head."""
+    """Return the bytes in memory of a layer on the disk.
+
+    They are positions, scores and masses, and a page of entries of each head.
+    """
     sides, heads = _layer_need(demand, n, writes_everywhere, side_page_bytes), demand.layer.shape.n_kv_heads
-    more = demand.layer.prompt_pool.page_bytes * heads, demand.layer.pool.page_bytes * heads
-    return MemoryNeed(sides.prefill + more[0], sides.shared, sides.each + more[1])
+    head_page_bytes = demand.layer.prompt_pool.page_bytes * heads, demand.layer.pool.page_bytes * heads
+    return MemoryNeed(sides.prefill + head_page_bytes[0], sides.shared, sides.each + head_page_bytes[1])
 
 
 def _sum(needs: Sequence[MemoryNeed]) -> MemoryNeed:
@@ -161,7 +195,10 @@ def _page_bytes(pool: RefCountedPool[Any]) -> int:
 
 
 def _writes_everywhere(layout: CacheLayout) -> bool:
-    """Whether a decoding step writes to more than the last page of a head, so that answers cannot share pages."""
+    """Return whether a decoding step writes to more than the last page of a head.
+
+    Answers cannot share pages then.
+    """
     policy = layout.policy
     rule, by_rules = policy.decode_rule(0), policy.needs.head_rules is not None
     return rule.evict is not Evict.NEVER or rule.signal is not Signal.NONE or by_rules

@@ -36,6 +36,7 @@ class PrefixCache:
     that sum over all queries share up to the breakpoints of prompts, where their sums are kept with the block.
 
     Args:
+        memory_limit: Limit that all pools share.
         rule: Order in which blocks are evicted; None: nothing is shared at all.
         unit: Prompts take over multiples of this many tokens; a multiple of the entries of a page, or 1.
         store: Disk of the blocks that leave the memory; None: they are dropped.

@@ -1,4 +1,4 @@
-"""Ends of requests: what they held is given back, and what they came to is kept for who asks later."""
+"""Ends of requests: their memory is freed, and their results are kept for later readers."""
 
 from __future__ import annotations
 

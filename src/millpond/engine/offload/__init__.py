@@ -1,1 +1,1 @@
-"""Offloading plan: where weights and KV lie, what a sweep over the layers costs, and which plan is the fastest."""
+"""Offloading plan: tiers of weights and KV, cost of a sweep over the layers, and search for the fastest plan."""

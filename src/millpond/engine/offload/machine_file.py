@@ -20,9 +20,9 @@ from millpond.models.weights.packed_file import Report
 from millpond.option_files import read_file
 from millpond.typed_json import as_type
 
-#: Changes when the meaning of a field does.
+#: Version of the file: changes when the meaning of a field does.
 FORMAT = 2
-_MOST_BYTES = 65536
+_MAX_BYTES = 65536
 
 
 def machine_constants(
@@ -33,44 +33,57 @@ def machine_constants(
     file: Path | None = None,
     measured_by: Callable[..., Any] = measure,
 ) -> MachineConstants:
-    """The constants of this machine for a folder: from its file, or measured and written there.
+    """Return the constants of this machine for a folder, from its file or measured.
 
-    A file of other hardware, another number of threads or another folder counts as none, and so does a damaged one.
+    Measured ones are written to the file. A file of other hardware, another number of threads or another folder counts
+    as none, and so does a damaged one.
 
     Args:
-        again: measure in any case. report: shown how far it is. file: see `measure`. measured_by: measures.
+        folder: The folder.
+        again: Measure in any case.
+        report: Called with the progress.
+        file: File to read, see `measure`.
+        measured_by: Function that measures.
 
     Raises:
         OptionError: see `measure`.
     """
-    place = path_of(folder, file)
-    known = None if again else read(place)
-    if known is not None and known.folder == str(folder.resolve()) and known.hardware == hardware():
-        return known
-    found: MachineConstants = measured_by(folder, report, *([] if file is None else [file]))
-    write(place, found)
-    return found
+    path = path_of(folder, file)
+    stored = None if again else read(path)
+    if stored is not None and stored.folder == str(folder.resolve()) and stored.hardware == hardware():
+        return stored
+    measured: MachineConstants = measured_by(folder, report, *([] if file is None else [file]))
+    write(path, measured)
+    return measured
 
 
 def path_of(folder: Path, file: Path | None = None) -> Path:
-    """Where the constants of a folder are kept, for the present number of threads, and of a file that is read there."""
+    """Return the path of the constants of a folder, for the present number of threads.
+
+    Args:
+        folder: The folder.
+        file: File that is read there; None: none.
+    """
     key = json.dumps([str(folder.resolve()), hardware(), torch.get_num_threads(), *([] if file is None else ["read"])])
     return cache_folder() / "machine" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
-def write(place: Path, constants: MachineConstants) -> None:
-    """Write a file under another name and rename it; a cache folder that cannot be written is no error."""
+def write(path: Path, constants: MachineConstants) -> None:
+    """Write a file under another name and rename it.
+
+    A cache folder that cannot be written is no error.
+    """
     fields = {name: value for name, value in asdict(constants).items() if not name.startswith("_")}
     text = json.dumps({"format": FORMAT, **fields}, indent=1)
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=".", dir=place.parent)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=".", dir=path.parent)
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(name, place)
+            os.replace(name, path)
         except BaseException:
             os.unlink(name)
             raise
@@ -78,23 +91,26 @@ def write(place: Path, constants: MachineConstants) -> None:
         return
 
 
-def read(place: Path) -> MachineConstants | None:
-    """The constants in a file; None where there is none, or it is not one that `write` made whole."""
+def read(path: Path) -> MachineConstants | None:
+    """Return the constants in a file; None where there is none, or `write` did not finish it."""
     try:
-        content = read_file(place)
-        return _checked(json.loads(content)) if len(content) <= _MOST_BYTES else None
+        content = read_file(path)
+        return _checked(json.loads(content)) if len(content) <= _MAX_BYTES else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 
-def _checked(found: dict[str, Any]) -> MachineConstants:
-    """
+def _checked(parsed: dict[str, Any]) -> MachineConstants:
+    """Return the constants in parsed JSON.
+
     Raises:
-        ValueError, TypeError, KeyError, AttributeError: it is none.
+        ValueError, TypeError, KeyError, AttributeError: they are none.
     """
-    if found.pop("format") != FORMAT or found.keys() != {one.name for one in fields(MachineConstants) if one.init}:
+    if parsed.pop("format") != FORMAT or parsed.keys() != {
+        constant.name for constant in fields(MachineConstants) if constant.init
+    }:
         raise ValueError("another format")
-    constants: MachineConstants = as_type(MachineConstants, found)
+    constants: MachineConstants = as_type(MachineConstants, parsed)
     if constants.accelerator is not None or constants.flops.keys() != set(WEIGHTS):
         raise ValueError("another machine")
     if any(tuple(sorted(table)) != ROWS for table in constants.flops.values()):

@@ -22,14 +22,17 @@ class Prediction:
     """Predicted figures of a plan for one workload.
 
     Attributes:
-        seconds: from the first prompt token to the last new token of one block.
-        prefill_s, decode_s: its two parts.
-        tokens_per_s: new tokens of the block over `seconds`.
-        prefill_tokens_per_s, decode_tokens_per_s: prompt tokens over `prefill_s`, new tokens over `decode_s`.
-        prefill_bound, decode_bound: what takes longest in a sweep: "disk reads", "disk writes", "link", "compute" or
+        seconds: Time from the first prompt token to the last new token of one block.
+        prefill_s: Part of it in which prompts are read.
+        decode_s: Part of it after that.
+        tokens_per_s: New tokens of the block over `seconds`.
+        prefill_tokens_per_s: Prompt tokens over `prefill_s`.
+        decode_tokens_per_s: New tokens over `decode_s`.
+        prefill_bound: Slowest part of a sweep that reads prompts: "disk reads", "disk writes", "link", "compute" or
             "attention".
-        bytes: by tier, then by purpose; what tiers that can be addressed hold at the peak.
-        what_if: tokens per second of the best plan when one thing changes, by a name of the change.
+        decode_bound: Slowest part of a decoding sweep.
+        bytes: Bytes by tier, then by purpose, of tiers that can be addressed at the peak.
+        what_if: Tokens per second of the best plan when one thing changes, by a name of the change.
     """
 
     seconds: _Figure
@@ -44,7 +47,7 @@ class Prediction:
     what_if: Mapping[str, _Figure] = field(default_factory=dict)
 
     def total(self, tier: str) -> int:
-        """Bytes of all purposes in a tier."""
+        """Return the bytes of all purposes in a tier."""
         return sum(self.bytes.get(tier, {}).values())
 
 
@@ -52,33 +55,34 @@ class Prediction:
 DEVICE, HOST, DISK = TIERS = ("device", "host", "disk")
 #: Order in which micro-batches and layers run: see `Plan`.
 Schedule = Literal["row", "zigzag", "diagonal"]
-#: Where embeddings and head lie; "host" is the device's memory where there is one.
+#: Tier of embeddings and head; "host" is the device's memory where there is one.
 Ends = Literal["host", "disk"]
-#: Slots for layers on their way: one in use, two being read.
+#: Slots for layers that are streamed: one in use, two being read.
 SLOTS = 3
-#: Most by which shares may miss 1.
+#: Largest error of the sum of shares.
 _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a model runs that need not fit in memory.
+    """Plan of a model that need not fit in memory.
 
     Attributes:
-        weights, kv: shares of the tiers "device", "host" and "disk"; each sums to 1. These are shares of the layers, of
-            all sequences alike: the last norm always stays in memory, and so do positions and scores of entries.
-        ends: where embeddings and head lie. On the "disk" the head is read in tiles after the layers of each sweep, and
+        weights: Shares of the tiers "device", "host" and "disk"; they sum to 1. These are shares of the layers, of all
+            sequences alike: the last norm always stays in memory, and so do positions and scores of entries.
+        kv: Shares of the same tiers; they sum to 1.
+        ends: Tier of embeddings and head. On the "disk" the head is read in tiles after the layers of each sweep, and
             of embeddings the rows of the sweep's tokens.
         schedule: "row" runs one micro-batch in each sweep over the layers; "zigzag" runs all micro-batches of a block
             in one sweep, so that they share one reading of the weights, and begins the next block when it has ended;
             "diagonal" as "zigzag", but sequences begin spread evenly over the length of an answer while many wait, and
             memory holds their mean cache rather than the largest: see `EngineConfig.spread_ages`.
-        micro_batch: sequences that pass a layer at a time; of KV on a disk as many are read together.
-        block: sequences that share a sweep; None: as many as fit.
-        prompt_rows: prompt tokens in one sweep, at most.
-        slots: layers in memory at a time of those that are on disk.
-        model: fingerprint of the model that it was made for; empty: any.
-        prediction: what was predicted when it was made; None for a plan written by hand.
+        micro_batch: Sequences that pass a layer at a time; the KV on a disk of these is read together.
+        block: Sequences that share a sweep; None: all that fit.
+        prompt_rows: Most prompt tokens in one sweep.
+        slots: Layers in memory at a time of those that are on disk.
+        model: Fingerprint of the model that it was made for; any model if it is empty.
+        prediction: Figures that were predicted when it was made; None for a plan written by hand.
 
     Raises:
         OptionError: shares that do not sum to 1, an unknown tier, place or schedule, or a number out of range.
@@ -106,8 +110,8 @@ class Plan:
             raise unknown("schedule", str(self.schedule), get_args(Schedule))
         if self.ends not in get_args(Ends):
             raise unknown("place of the ends", str(self.ends), get_args(Ends))
-        for name, least in (("micro_batch", 1), ("prompt_rows", 1), ("slots", 2)):
-            _at_least(name, getattr(self, name), least)
+        for name, min_value in (("micro_batch", 1), ("prompt_rows", 1), ("slots", 2)):
+            _at_least(name, getattr(self, name), min_value)
         if self.block is not None:
             _at_least("block", self.block, 1)
             if self.schedule == "row" and self.block > self.micro_batch:
@@ -117,43 +121,49 @@ class Plan:
                 )
 
     def share(self, of: Literal["weights", "kv"], tier: str) -> float:
-        """Share of weights or KV in a tier, 0 to 1."""
+        """Return the share of weights or KV in a tier, 0 to 1."""
         shares: Mapping[str, float] = getattr(self, of)
         return shares.get(tier, 0.0)
 
     def kept_layers(self, n_layers: int) -> tuple[int, ...]:
-        """Indices of the layers whose weights stay in memory, spread evenly between those that are read.
+        """Return the indices of the layers whose weights stay in memory, spread evenly.
 
-        As many whole layers as the share of weights outside the disk holds, rounded down.
+        These are as many whole layers as the share of weights outside the disk holds, rounded down.
         """
         return spread(self._whole(1 - self.share("weights", DISK), n_layers), n_layers)
 
     def device_layers(self, n_layers: int) -> tuple[int, ...]:
-        """Of the layers that stay in memory, those whose weights lie on the device: as many as their share, rounded
-        down, spread evenly."""
+        """Return those layers in memory whose weights are on the device, spread evenly.
+
+        These are as many as their share holds, rounded down.
+        """
         kept = self.kept_layers(n_layers)
         share = self.share("weights", DEVICE) * n_layers / max(len(kept), 1)
-        return tuple(kept[i] for i in spread(self._whole(min(share, 1.0), len(kept)), len(kept)))
+        return tuple(kept[index] for index in spread(self._whole(min(share, 1.0), len(kept)), len(kept)))
 
     def streamed_layers(self, n_layers: int) -> tuple[int, ...]:
-        """Indices of the layers that are read in every sweep."""
+        """Return the indices of the layers that are read in every sweep."""
         kept = set(self.kept_layers(n_layers))
         return tuple(i for i in range(n_layers) if i not in kept)
 
     def kv_layers_on_disk(self, n_layers: int) -> tuple[int, ...]:
-        """Indices of the layers whose KV lies on the disk; those that stay are as many as their share, rounded down."""
+        """Return the indices of the layers whose KV is on the disk.
+
+        Those that stay in memory are as many as their share holds, rounded down.
+        """
         kept = set(spread(self._whole(1 - self.share("kv", DISK), n_layers), n_layers))
         return tuple(i for i in range(n_layers) if i not in kept)
 
     @staticmethod
     def _whole(share: float, n_layers: int) -> int:
-        """How many whole layers a share holds."""
+        """Return how many whole layers a share holds."""
         return int(share * n_layers + n_layers * _ROUNDING)
 
     def check_model(self, fingerprint: str) -> None:
-        """
+        """Check that the plan was made for this model.
+
         Raises:
-            OptionError: the plan was made for another model.
+            OptionError: it was made for another one.
         """
         if self.model and self.model != fingerprint:
             raise OptionError(
@@ -163,7 +173,7 @@ class Plan:
 
 
 def spread(n: int, among: int) -> tuple[int, ...]:
-    """Indices of `n` of `among` layers, spread evenly.
+    """Return the indices of `n` of `among` layers, spread evenly.
 
     Example:
         >>> spread(2, 5)
@@ -172,31 +182,31 @@ def spread(n: int, among: int) -> tuple[int, ...]:
     return tuple(i for i in range(among) if (i + 1) * n // among > i * n // among)
 
 
-def _shares(name: str, given: object) -> dict[str, float]:
-    """Checked shares, in the order of the tiers, without those that are 0."""
-    if not isinstance(given, Mapping):
-        raise OptionError(f"plan: {name}={given!r} must name shares of tiers, such as {{'host': 0.5, 'disk': 0.5}}")
-    for tier, share in given.items():
+def _shares(name: str, shares: object) -> dict[str, float]:
+    """Return checked shares, in the order of the tiers, without those that are 0."""
+    if not isinstance(shares, Mapping):
+        raise OptionError(f"plan: {name}={shares!r} must name shares of tiers, such as {{'host': 0.5, 'disk': 0.5}}")
+    for tier, share in shares.items():
         if tier not in TIERS:
             raise unknown(f"tier of {name}", str(tier), TIERS)
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise OptionError(f"plan: {name} on {tier} = {share!r} must be a share from 0 to 1")
-    total = sum(given.values())
+    total = sum(shares.values())
     if abs(total - 1) > _ROUNDING:
-        shown = ", ".join(f"{tier} {share:g}" for tier, share in given.items()) or "none"
-        raise OptionError(f"plan: shares of {name} ({shown}) sum to {total:g}; they must sum to 1")
-    return {tier: float(given[tier]) for tier in TIERS if given.get(tier)}
+        shares_text = ", ".join(f"{tier} {share:g}" for tier, share in shares.items()) or "none"
+        raise OptionError(f"plan: shares of {name} ({shares_text}) sum to {total:g}; they must sum to 1")
+    return {tier: float(shares[tier]) for tier in TIERS if shares.get(tier)}
 
 
-def _at_least(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise OptionError(f"plan: {name}={value!r} must be a whole number of at least {least}")
+def _at_least(name: str, value: object, min_value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < min_value:
+        raise OptionError(f"plan: {name}={value!r} must be a whole number of at least {min_value}")
 
 
 def sentences(plan: Plan) -> Iterator[str]:
-    """What a plan that was searched for comes to, one line each."""
-    found = plan.prediction
-    assert found is not None, "a plan that was searched for"
+    """Yield the figures of a plan that was searched for, one line each."""
+    prediction = plan.prediction
+    assert prediction is not None, "a plan that was searched for"
     disk = plan.share("weights", DISK)
     read = f", {disk:.0%} of the layers read in every sweep through {plan.slots} slots" if disk else ""
     ends = ", embeddings and head read from the disk" if plan.ends == DISK else ""
@@ -205,22 +215,24 @@ def sentences(plan: Plan) -> Iterator[str]:
         f"schedule {plan.schedule}{read}{ends}"
     )
     yield (
-        f"predicted: prefill {found.prefill_tokens_per_s:,.1f} tok/s (bound by {found.prefill_bound}), decode "
-        f"{found.decode_tokens_per_s:,.1f} tok/s (bound by {found.decode_bound})"
+        f"predicted: prefill {prediction.prefill_tokens_per_s:,.1f} tok/s (bound by {prediction.prefill_bound}), "
+        f"decode {prediction.decode_tokens_per_s:,.1f} tok/s (bound by {prediction.decode_bound})"
     )
-    yield f"           {found.tokens_per_s:,.1f} new tokens/s over a block of {found.seconds:,.1f} s"
-    for name, rate in found.what_if.items():
-        yield f"with {name}: {rate:,.1f} tok/s ({rate / found.tokens_per_s - 1:+.0%})"
+    yield f"           {prediction.tokens_per_s:,.1f} new tokens/s over a block of {prediction.seconds:,.1f} s"
+    for name, rate in prediction.what_if.items():
+        yield f"with {name}: {rate:,.1f} tok/s ({rate / prediction.tokens_per_s - 1:+.0%})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What an engine can carry out of what a plan can say.
+    """Parts of plans that an engine can carry out.
 
     Attributes:
-        weights, kv: tiers that may hold them. ends: those that may hold embeddings and head, of `weights`.
-        schedules: that it runs.
-        micro_batches: whether products of a block may pass a layer in several parts.
+        weights: Tiers that may hold weights.
+        kv: Tiers that may hold KV.
+        ends: Tiers of `weights` that may hold embeddings and head.
+        schedules: Schedules that it runs.
+        micro_batches: Whether products of a block may pass a layer in several parts.
     """
 
     weights: tuple[str, ...] = (HOST, DISK)
@@ -230,7 +242,8 @@ class Capabilities:
     micro_batches: bool = False
 
     def check(self, plan: Plan) -> None:
-        """
+        """Check that an engine can carry out a plan.
+
         Raises:
             OptionError: the plan uses a tier or a schedule that the engine does not run; the message says which it
                 does.
@@ -250,68 +263,73 @@ class Capabilities:
             )
 
 
-#: Of the engine in this package.
+#: Capabilities of the engine in this package.
 ENGINE = Capabilities()
-#: Everything that the cost model knows.
+#: Capabilities that the cost model knows.
 EVERYTHING = Capabilities(
     weights=(DEVICE, HOST, DISK), kv=(DEVICE, HOST, DISK), schedules=("row", "zigzag", "diagonal"), micro_batches=True
 )
 
 
-#: Changes when the meaning of a field does.
+#: Version of the file: changes when the meaning of a field does.
 FORMAT = 1
 #: Most bytes of a plan.
 MAX_BYTES = 1 << 20
 
 
 def to_json(plan: Plan) -> str:
-    """A plan as JSON text that `from_json` reads."""
+    """Return a plan as JSON text that `from_json` reads."""
     return json.dumps({"format": FORMAT, **asdict(plan)}, indent=1) + "\n"
 
 
 def from_json(text: str | bytes) -> Plan:
-    """A plan from the text of `to_json`, or one written by hand: every field may be left out.
+    """Return a plan from the text of `to_json`, or one written by hand.
+
+    Every field may be left out.
 
     Raises:
-        DataError: it is no JSON object, of another format, or a prediction is damaged. OptionError: an unknown field,
-            or a value that `Plan` refuses.
+        DataError: it is no JSON object, of another format, or a prediction is damaged.
+        OptionError: an unknown field, or a value that `Plan` refuses.
     """
     try:
-        found = json.loads(text)
+        plan_fields = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"plan: no JSON: {error}; make one with 'millpond plan --json'") from error
-    if not isinstance(found, dict):
-        raise DataError(f"plan: {type(found).__name__} in place of a JSON object with fields such as weights and kv")
-    if found.pop("format", FORMAT) != FORMAT:
+    if not isinstance(plan_fields, dict):
+        raise DataError(
+            f"plan: {type(plan_fields).__name__} in place of a JSON object with fields such as weights and kv"
+        )
+    if plan_fields.pop("format", FORMAT) != FORMAT:
         raise DataError("plan: of another version of this package; make one with 'millpond plan --json'")
-    known = [field.name for field in fields(Plan)]
-    for name in found:
-        if name not in known:
-            raise unknown("field of a plan", name, known)
-    if not isinstance(found.get("model", ""), str):
-        raise OptionError(f"plan: model={found['model']!r} must be a fingerprint, or be left out")
-    given = found.pop("prediction", None)
-    return Plan(**found, prediction=None if given is None else _prediction(given))
+    field_names = [field.name for field in fields(Plan)]
+    for name in plan_fields:
+        if name not in field_names:
+            raise unknown("field of a plan", name, field_names)
+    if not isinstance(plan_fields.get("model", ""), str):
+        raise OptionError(f"plan: model={plan_fields['model']!r} must be a fingerprint, or be left out")
+    prediction = plan_fields.pop("prediction", None)
+    return Plan(**plan_fields, prediction=None if prediction is None else _prediction(prediction))
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write a plan whole under another name and rename it.
+    """Write a plan under another name and rename the file.
 
     Raises:
         OptionError: the file cannot be written.
     """
-    place = Path(path)
+    target = Path(path)
     try:
-        publish(write_part(place, to_json(plan).encode()), place)
+        publish(write_part(target, to_json(plan).encode()), target)
     except OSError as error:
-        raise OptionError(f"{place} cannot be written: {error.strerror or error}") from error
+        raise OptionError(f"{target} cannot be written: {error.strerror or error}") from error
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
-    """A plan from a file.
+    """Return a plan from a file.
 
     Raises:
-        OptionError: it cannot be read; or see `from_json`. DataError: see `from_json`.
+        OptionError: it cannot be read; or see `from_json`.
+        DataError: see `from_json`.
     """
     content = read_file(path)
     if len(content) > MAX_BYTES:
@@ -319,13 +337,14 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     return from_json(content)
 
 
-def _prediction(given: Any) -> Prediction:
-    """
+def _prediction(parsed: Any) -> Prediction:
+    """Return a prediction from parsed JSON.
+
     Raises:
-        DataError: it is not what `to_json` writes.
+        DataError: it is not as `to_json` writes it.
     """
     try:
-        prediction: Prediction = as_type(Prediction, given)
+        prediction: Prediction = as_type(Prediction, parsed)
     except TypeError as error:
         raise DataError(f"plan: a damaged prediction ({error!r}); leave it out") from error
     if not prediction.bytes.keys() <= set(TIERS):
