@@ -91,8 +91,8 @@ class BlockRetrieval:
                 return rows_at(arrays.keys, ids), rows_at(arrays.values, ids)
 
             own, at = q[sequence][:, None], q_pos[sequence : sequence + 1]
-            found = self._attend(sequence, own, at, fetch, args.regions.shape, rotary)
-            out[sequence], lse[sequence] = found[0][:, 0], found[1][:, 0]
+            head_out, head_lse = self._attend(sequence, own, at, fetch, args.regions.shape, rotary)
+            out[sequence], lse[sequence] = head_out[:, 0], head_lse[:, 0]
         return out, lse
 
     def tensors(self, sequence: int) -> dict[str, Tensor]:

@@ -58,11 +58,11 @@ class StructuralTag(Body):
         tags = [
             {
                 "type": "tag",
-                "begin": one.begin,
-                "end": one.end,
-                "content": {"type": "json_schema", "json_schema": one.schema_},
+                "begin": structure.begin,
+                "end": structure.end,
+                "content": {"type": "json_schema", "json_schema": structure.schema_},
             }
-            for one in self.structures
+            for structure in self.structures
         ]
         return {"type": "triggered_tags", "triggers": self.triggers, "tags": tags}
 
@@ -115,19 +115,20 @@ def constraint(fields: GuidedFields) -> tuple[str, dict[str, Any]] | None:
     return constraints[0] if constraints else None
 
 
-def two_of(one: str, other: str) -> ApiError:
+def two_of(field: str, other: str) -> ApiError:
     """Return an error about two fields that both say what the answer must follow."""
-    message = f"{one} and {other}: an answer can follow one of them; leave the other out"
-    return ApiError(400, message, "invalid_value", one)
+    message = f"{field} and {other}: an answer can follow one of them; leave the other out"
+    return ApiError(400, message, "invalid_value", field)
 
 
 def _words(name: str, value: Any, field: str) -> dict[str, Any]:
+    """Return the `SamplingParams` of one rule."""
     if name == "json":
-        return {"json_schema": _value(value, field)}
+        return {"json_schema": _parsed(value, field)}
     if name == "json_object":
         return {"json_schema": {"type": "object"}}
     if name == "structural_tag":
-        tag = _value(value, field)
+        tag = _parsed(value, field)
         return {name: _tag(tag, field) if isinstance(tag, dict) else tag}
     return {name: tuple(value) if name == "choice" else value}
 
@@ -139,20 +140,26 @@ def _tag(tag: dict[str, Any], field: str) -> dict[str, Any]:
     try:
         return StructuralTag.model_validate(tag).constraint(field)
     except ValidationError as error:
-        raise of_validation([{**one, "loc": (field, *one["loc"])} for one in error.errors(include_url=False)]) from None
+        faults = error.errors(include_url=False)
+        raise of_validation([{**fault, "loc": (field, *fault["loc"])} for fault in faults]) from None
 
 
-def _value(given: Any, field: str) -> Any:
+def _parsed(given: Any, field: str) -> Any:
+    """Return a schema or a tag, given as itself or as JSON text.
+
+    Raises:
+        ApiError: 400, no JSON, or no JSON object.
+    """
     try:
-        value = json.loads(given) if isinstance(given, str) else given
+        schema = json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"{field} is no JSON: {error}", "invalid_value", field) from None
-    if not isinstance(value, dict | bool):
-        raise ApiError(400, f"{field} must be a JSON object, not {type(value).__name__}", "invalid_value", field)
-    return value
+    if not isinstance(schema, dict | bool):
+        raise ApiError(400, f"{field} must be a JSON object, not {type(schema).__name__}", "invalid_value", field)
+    return schema
 
 
-#: Of seeds, what 64 bits hold; of counts of tokens, more than any context holds.
+#: Bound of seeds, what 64 bits hold; most tokens, more than any context holds.
 _INT64, MAX_TOKENS = 2**63 - 1, 2**31 - 1
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 #: Lists of what clients send end at the first bad value: the errors of all would be many.
@@ -162,15 +169,15 @@ StopText = Annotated[str, Field(min_length=1, max_length=1_000)]
 #: Names in `millpond.forget` at most, and one of them: a call's id has `MAX_NAME` characters at most.
 MAX_FORGETS = 256
 Forgettable = Annotated[str, Field(min_length=1, max_length=MAX_NAME + len("tool:"))]
-#: Of the budget.
+#: Share of the budget.
 Share = Annotated[StrictFloat, Field(gt=0, le=1)]
-#: Of a text, in characters or tokens; whether it lies in the prompt is known later.
+#: Index into a text, in characters or tokens; whether it is in the prompt is checked later.
 Place = Annotated[StrictInt, Field(ge=-MAX_TOKENS, le=MAX_TOKENS)]
 SpanShares = Annotated[list[tuple[Place, Place, Share]], Field(max_length=MAX_SHARES, fail_fast=True)]
 #: A number for all messages, or spans: an error speaks of the one that was meant.
 FairShareField = Annotated[
     Annotated[Share, Tag("share")] | Annotated[SpanShares, Tag("spans")],
-    Discriminator(lambda given: "spans" if isinstance(given, list) else "share"),
+    Discriminator(lambda shares: "spans" if isinstance(shares, list) else "share"),
 ]
 #: Names and texts of settings: of a method and its options in one text at most.
 MAX_SETTING = 4_000

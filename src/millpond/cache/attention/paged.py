@@ -187,9 +187,9 @@ class PagedAttention:
         selective = self._sequence_state.selective
         if selective is not None and not self.shape.window:
             args = DecodeArgs(q, k, v, table.step_regions(rule, self.shape, q_pos))
-            found = selective.decode(table, args, self.rotary)
-            if found is not None:
-                return found
+            attention = selective.decode(table, args, self.rotary)
+            if attention is not None:
+                return attention
         if table.aged is not None:
             return decode_aged(table, table.aged, rule, self.shape, q, k, v, q_pos)
         runs = self.runs(table, rule, self.shape)

@@ -431,11 +431,11 @@ class Planner:
         reconstruction: ReconstructionProbe | None = None,
     ) -> T:
         """Return `of` one sequence as a plan would see it; scores rise to its `reconstruction`."""
-        found = self.views.signal(sequence, read_write.read(table, sequence))
+        entries = self.views.signal(sequence, read_write.read(table, sequence))
         if reconstruction is not None:
-            found = _raised(found, sequence, reconstruction)
-        order = by_position(found.positions)
-        return of(self.views.of(table, sequence, found, found.positions, order, int(found.positions.max()) + 1))
+            entries = _raised(entries, sequence, reconstruction)
+        order = by_position(entries.positions)
+        return of(self.views.of(table, sequence, entries, entries.positions, order, int(entries.positions.max()) + 1))
 
 
 def _raised(entries: Entries, sequence: int, reconstruction: ReconstructionProbe) -> Entries:
