@@ -106,12 +106,16 @@ class CacheLayout:
         ]
 
     def demands(self, prompt: int, answer: int) -> list[LayerDemand]:
-        """Return what each layer holds of a request with `prompt` tokens and answers of at most `answer` tokens.
+        """Return what each layer holds of a request at peak, for a prompt and answers.
 
         While the prompt is read all of it is held as it is, since nothing is planned before its end, or the budget and
         a chunk where each chunk ends with an eviction. Then a layer holds its budget, with as many more entries as its
         method adds before it evicts or merges again; or, for methods that keep all or grow while decoding, those of
         the answer too.
+
+        Args:
+            prompt: Tokens of the prompt.
+            answer: Tokens of an answer at most.
         """
         demands = []
         for index, layer in enumerate(self.layer_layouts):
@@ -122,7 +126,7 @@ class CacheLayout:
         return demands
 
     def _prompt_entries(self, layer: int, table: PageTable, prompt: int) -> int:
-        """Return the entries per KV head that a layer holds at most while it reads a prompt of `prompt` tokens."""
+        """Return the entries per KV head that a layer holds at most while it reads a prompt."""
         policy, prompt = self.policy, self.within_context(prompt)
         if policy.prefill == "once":
             return prompt
@@ -130,7 +134,7 @@ class CacheLayout:
         return min(prompt, budget + (policy.chunk if policy.prefill == "chunks" else 1))
 
     def _decode_entries(self, layer: int, table: PageTable, prompt: int, answer: int) -> tuple[int, int]:
-        """Return entries per KV head, on average over the heads, after the plan, and at most while decoding."""
+        """Return the average entries of a KV head after the plan, and at most while decoding."""
         policy, total = self.policy, prompt + answer
         window = self._layers[layer].window
         if policy.keeps_all:

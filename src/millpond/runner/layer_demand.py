@@ -49,7 +49,7 @@ class LayerLayout:
         return min(entries, self.codec.sinks + self.codec.newest(entries) + self.packed_pools[0].slots)
 
     def plain_pages(self, entries: int) -> int:
-        """Return the pages that hold, of `entries` entries per KV head, those that are not quantized."""
+        """Return the pages of those of `entries` entries per KV head that are not quantized."""
         return self.shape.n_kv_heads * (self.unquantized(entries) // self.pool.slots + 1)
 
     def code_pages(self, entries: int, seen: int, *, is_plan: bool = False) -> LayerPages:
@@ -76,11 +76,11 @@ class LayerLayout:
         return pages
 
     def pages(self, entries: int, seen: int) -> LayerPages:
-        """Return the pages of `entries` entries per KV head after `seen` tokens, plain and of codes."""
+        """Return the pages of `entries` entries per KV head after `seen` tokens, of all pools."""
         return {self.pool: self.plain_pages(entries), **self.code_pages(entries, seen)}
 
     def kv_bytes(self, entries: float) -> float:
-        """Return the bytes of keys and values of `entries` entries of each KV head, codes as far as they are codes."""
+        """Return the bytes of keys and values of `entries` entries of each KV head, as stored."""
         rest = entries if self.codec is None else min(entries, self.unquantized(int(entries)))
         n_bytes = rest * self.pool.kv_bytes_per_page / self.pool.slots
         for number, pool in enumerate(self.packed_pools):
@@ -94,7 +94,7 @@ class LayerLayout:
 
 @dataclass(frozen=True, slots=True)
 class LayerDemand:
-    """Entries and pages of one layer for a prompt and its answers; entries per KV head, pages of all KV heads.
+    """Entries per KV head, and pages of all heads, of one layer for a prompt and its answer.
 
     Attributes:
         layer: Pools and number format of the layer.

@@ -180,7 +180,10 @@ class TokenizerWorker:
         return await self._run(lambda reader: reader.in_text(text, ids, requested), len(text))
 
     async def _run(self, work: Callable[[TextReader], T], size: int) -> T:
-        """Run `work`, once, on a text of `size` characters; one that turns out longer in the thread of long ones."""
+        """Run `work` on a text of `size` characters, in the thread of short texts or of long ones.
+
+        A text that turns out longer than it seemed is read again in the thread of long ones.
+        """
         if size <= SHORT:
             try:
                 return await in_thread(self._threads[False], work, self._short)

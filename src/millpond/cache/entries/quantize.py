@@ -313,7 +313,7 @@ def _absorb(
     scores: Tensor | None = None,
     emptied: np.ndarray | None = None,
 ) -> None:
-    """Quantize the candidates `codes` (H, N) bool, and hold those that are `plain` over plain ones.
+    """Quantize candidates (H, N) bool that become `codes`, and hold those that are `plain`.
 
     Codes are made of numbers as plain pages hold them, whether an entry was ever stored in one or not.
 

@@ -287,7 +287,7 @@ class DecodeStep:
     def one(
         self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, columns: int, scores: Tensor | None
     ) -> Tensor:
-        """Decode the one column of a pass; arguments as for `step`, with that column: (S, Hq, 1, value_dim)."""
+        """Decode the only column of a pass; arguments and result as for `step`, with that column."""
         newest = None if scores is None else scores[..., 0]
         out = self.step(table, q[:, :, 0], k[:, :, 0], v[:, :, 0], span.token(0), columns, span.q_pos, newest)
         return out[:, :, None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 import numpy as np
 import torch
@@ -34,26 +34,6 @@ T = TypeVar("T")
 #: How the tokens of a pass are read: one per sequence or a few, decoded together; or those of a prompt, as if they were
 #: decoded one after another or all at once.
 PassKind = Literal["decode_one", "decode_few", "greedy_prompt", "prompt"]
-
-
-class OpenPass(NamedTuple):
-    """A pass that is ready to run.
-
-    Attributes:
-        kind: How its tokens are read.
-        table: Table that they join.
-        q: Queries (S, Hq, Q, key_dim), as they meet stored keys.
-        k: Keys (S, Hkv, Q, key_dim), as they are stored.
-        v: Values (S, Hkv, Q, value_dim), as they are stored.
-        scores: Scores (S, Hkv, Q) float32 of the new entries; None for those of the method.
-    """
-
-    kind: PassKind
-    table: PageTable
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scores: Tensor | None
 
 
 class LayerCache(LayerStorage):
@@ -174,21 +154,35 @@ class LayerCache(LayerStorage):
         else:
             waits, probe = self._waits(), self.probe
             out = self._prompt_pass.read(table, q, k, v, span, self.columns, waits=waits, probe=probe, scores=scores)
-        return self._close_pass(table, span, out)
+        self.columns += span.length
+        return out if table.basis is None else table.basis.values(out)
 
-    def _open_pass(self, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, shape: AttentionShape) -> OpenPass:
-        """Prepare a pass: its table, once a plan that waits for it has run, and its tokens as the layer stores them.
+    def _open_pass(
+        self, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, shape: AttentionShape
+    ) -> tuple[PassKind, PageTable, Tensor, Tensor, Tensor, Tensor | None]:
+        """Prepare the table and the tokens of a pass.
 
-        Other layers that read the entries of this one see them from now on.
+        A plan that waits for it runs. Other layers that read the entries of this one see them from now on.
+
+        Returns:
+            How its tokens are read, the table that they join, q, k and v as they are stored, and the scores
+            (S, Hkv, Q) float32 of the new entries; None for those of the method.
 
         Raises:
             PoolFullError: see `attend`.
         """
-        table = self._open_table(k, v, shape)
-        kind = self._kind(table, q.dtype, span)
-        if kind == "decode_one" and self.pending:
-            table = self._table = self.planner.run_deferred(table, self._prompt)
-        elif kind == "prompt" and self.probe is None:
+        table = self._table if self._table is not None and self._opened else self.allocate(k, v, shape)
+        self.attention.shape = shape
+        kind: PassKind = "prompt"
+        if self._decodes(span):
+            kind = "decode_one"
+            if self.pending:
+                table = self._table = self.planner.run_deferred(table, self._prompt)
+        elif self._decodes_few(table, q.dtype, span):
+            kind = "decode_few"
+        elif self.policy.prefill == "greedy":
+            kind = "greedy_prompt"
+        elif self.probe is None:
             table = self._table = self._prompt.begin(table, k.dtype)
         scores, basis = None, table.basis
         if self.policy.scores_entries and self.probe is None and (kind != "decode_one" or self.scores_answers):
@@ -200,27 +194,7 @@ class LayerCache(LayerStorage):
             if kind == "decode_one":
                 quantize.quantize_due(table, span.after > span.before)
             self.shared.collect(table, k, v, span)
-        return OpenPass(kind, table, q, k, v, scores)
-
-    def _close_pass(self, table: PageTable, span: ForwardSpan, out: Tensor) -> Tensor:
-        """Count the columns of a pass, and return its attention as the model expects it."""
-        self.columns += span.length
-        basis = table.basis
-        return out if basis is None else basis.values(out)
-
-    def _open_table(self, k: Tensor, v: Tensor, shape: AttentionShape) -> PageTable:
-        """Return the table of the layer, which the first pass allocates."""
-        table = self._table if self._table is not None and self._opened else self.allocate(k, v, shape)
-        self.attention.shape = shape
-        return table
-
-    def _kind(self, table: PageTable, dtype: torch.dtype, span: ForwardSpan) -> PassKind:
-        """Return how the tokens of a pass are read."""
-        if self._decodes(span):
-            return "decode_one"
-        if self._decodes_few(table, dtype, span):
-            return "decode_few"
-        return "greedy_prompt" if self.policy.prefill == "greedy" else "prompt"
+        return kind, table, q, k, v, scores
 
     def attend_partial(self, q: Tensor, k: Tensor, v: Tensor, part: PartialSpan, shape: AttentionShape) -> Tensor:
         """Add the tokens of a span of which only some are computed; return the attention of these.
@@ -242,11 +216,15 @@ class LayerCache(LayerStorage):
         """
         span = self.tracker.span(self.columns, part.length, 1, None, q.device)
         k, v = part.complete(self.index, k, v)
-        table = self._open_table(k[None], v[None], shape)
-        if table.basis is not None:
-            q, k, v = table.basis.stored(q, k, v)
+        table = self._table if self._table is not None and self._opened else self.allocate(k[None], v[None], shape)
+        self.attention.shape = shape
+        basis = table.basis
+        if basis is not None:
+            q, k, v = basis.stored(q, k, v)
         table = self._table = self._prompt.begin(table, k.dtype)
-        return self._close_pass(table, span, self._prompt_pass.read_partial(table, q, k, v, span, part))
+        out = self._prompt_pass.read_partial(table, q, k, v, span, part)
+        self.columns += span.length
+        return out if basis is None else basis.values(out)
 
     def attend_newest(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
         """Attend as `attend` for one new token of every sequence, none a pad.
