@@ -16,21 +16,20 @@ from transformers import Cache, PreTrainedModel
 from millpond.budget import Budget
 from millpond.cache.layer.draft_rollback import DraftRollback
 from millpond.cache.layer.layer_cache import LayerCache
-from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool_set import LayerPools
 from millpond.cache.pages.ref_counted_pool import RefCountedPool
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.token_ids import TokenIds
 from millpond.cache.types import RotaryEmbedding
 from millpond.errors import CacheMismatchError, NotPicklableError, UnsupportedModelError
-from millpond.hf.forget import check_forgets, check_not_kept, spans_in
+from millpond.hf.forget import drop_spans
 from millpond.hf.fork import check_pages, share
 from millpond.hf.forward_hooks import ForwardHooks
 from millpond.hf.generation import UnusedCacheWarning, enter, leave
 from millpond.hf.grad_mode import no_autograd
 from millpond.hf.image_tokens import ImageTokens, image_tokens
 from millpond.hf.layer import MillpondLayer, Observer, make_layer_cache
-from millpond.hf.layer_budgets import LayerBudgets
+from millpond.hf.layer_budgets import LayerBudgets, entries_of
 from millpond.hf.model_profile import ModelProfile
 from millpond.hf.prompt_parts import PromptParts
 from millpond.hf.protected_spans import protect_spans
@@ -101,7 +100,7 @@ class MillpondCache(Cache):
             make(
                 index,
                 policy,
-                partial(_entries, budgets, policy, self.tracker, index),
+                partial(entries_of, budgets, policy, self.tracker, index),
                 pool_set.plain,
                 self.tracker,
                 between_chunks=between_chunks and not (policy.needs_all_layers or self.rebuilder),
@@ -238,17 +237,7 @@ class MillpondCache(Cache):
         self.passes.check_free()
         if self.states.in_pass or self._first_out_of_step(self.tracker.columns) is not None:
             raise CacheMismatchError("a forward pass was interrupted; call reset() and run the prompt again")
-        sequences = list(range(self.tracker.n_seq)) if sequence is None else [sequence]
-        dropped = spans_in(sequences, self.tracker.seen, spans)
-        check_forgets(self)
-        check_not_kept(self, sequences, dropped)
-        self.draft_rollback.commit()
-        self.draft_rollback.truncatable = False
-        for layer_cache in self.layer_caches:
-            for number in sequences:
-                layer_cache.drop_spans(number, dropped)
-        for number in sequences:
-            self.tracker.marks.dropped.add(dropped, number)
+        drop_spans(self, spans, sequence)
 
     def check_integrity(self) -> None:
         """Assert that every page is held by exactly the tables that name it."""
@@ -494,9 +483,7 @@ class MillpondCache(Cache):
     def _rebuild(self) -> None:
         """Run the reconstruction pass if the policy needs it and any sequence has no plan yet."""
         rebuilder = self.rebuilder
-        if rebuilder is None or rebuilder.running:
-            return
-        if any(layer_cache.pending for layer_cache in self.layer_caches):
+        if rebuilder is not None and not rebuilder.running and any(cache.pending for cache in self.layer_caches):
             rebuilder.run(self)
 
     @no_autograd
@@ -509,19 +496,3 @@ class MillpondCache(Cache):
     def _first_out_of_step(self, columns: int) -> tuple[int, LayerCache] | None:
         """Return number and cache of the first layer that has not seen `columns` columns."""
         return next((layer for layer in self.entry_layers.items() if layer[1].columns != columns), None)
-
-
-def _entries(
-    budgets: LayerBudgets,
-    policy: Policy,
-    tracker: PositionTracker,
-    layer: int,
-    table: PageTable,
-    sequence: int,
-    seen: int,
-) -> int:
-    """Return the entries per KV head that a layer may keep of a sequence, kept spans included.
-
-    It refers to no cache.
-    """
-    return budgets.entries(layer, table, sequence, seen, tracker.marks.kept.count(sequence, policy.protect.sinks))

@@ -1,4 +1,4 @@
-"""Checks of spans that are to be dropped from a cache with later text after them."""
+"""Spans that are dropped from a cache with later text after them, and their checks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,28 @@ def forget_refusal(policy: Policy) -> str | None:
     return None
 
 
-def check_forgets(cache: LayerCaches) -> None:
+def drop_spans(cache: LayerCaches, spans: Sequence[Span], sequence: int | None) -> None:
+    """Drop spans of a sequence, or of all, from every layer; see `MillpondCache.forget`.
+
+    Raises:
+        OptionError: see `MillpondCache.forget`.
+        CacheMismatchError: the plan of a prompt is still to come.
+        PoolFullError: no room for copies of pages that forks hold.
+    """
+    sequences = list(range(cache.tracker.n_seq)) if sequence is None else [sequence]
+    dropped = _spans_in(sequences, cache.tracker.seen, spans)
+    _check_forgets(cache)
+    _check_not_kept(cache, sequences, dropped)
+    cache.draft_rollback.commit()
+    cache.draft_rollback.truncatable = False
+    for layer_cache in cache.layer_caches:
+        for number in sequences:
+            layer_cache.drop_spans(number, dropped)
+    for number in sequences:
+        cache.tracker.marks.dropped.add(dropped, number)
+
+
+def _check_forgets(cache: LayerCaches) -> None:
     """Check that spans can be dropped from a cache.
 
     Raises:
@@ -49,7 +70,7 @@ def check_forgets(cache: LayerCaches) -> None:
             )
 
 
-def check_not_kept(cache: LayerCaches, sequences: Sequence[int], spans: Sequence[Span]) -> None:
+def _check_not_kept(cache: LayerCaches, sequences: Sequence[int], spans: Sequence[Span]) -> None:
     """Check that no span to drop is kept by `protect`.
 
     Raises:
@@ -80,7 +101,7 @@ def forgotten_spans(spans: Sequence[Sequence[int]], max_tokens: int, text: str) 
     return tuple(in_order)
 
 
-def spans_in(sequences: Sequence[int], seen: np.ndarray, spans: Sequence[Span]) -> tuple[Span, ...]:
+def _spans_in(sequences: Sequence[int], seen: np.ndarray, spans: Sequence[Span]) -> tuple[Span, ...]:
     """Return the spans to drop from some sequences, checked, see `forgotten_spans`.
 
     Raises:

@@ -10,6 +10,7 @@ from millpond.budget import DEFAULT, Budget
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.quantized_store import QuantizedStore
+from millpond.cache.state.positions import PositionTracker
 from millpond.errors import BudgetError, OptionError
 from millpond.kernels.decode_rules import UNBOUNDED
 from millpond.policy.head_allocation import PromptHeadAllocation
@@ -236,3 +237,16 @@ class LayerBudgets:
 def _max_plain(quantized: QuantizedStore) -> int:
     """Return the number of plain entries at which a page of codes is made."""
     return quantized.codec.sinks + quantized.codec.residual + quantized.slots
+
+
+def entries_of(
+    budgets: LayerBudgets,
+    policy: Policy,
+    tracker: PositionTracker,
+    layer: int,
+    table: PageTable,
+    sequence: int,
+    seen: int,
+) -> int:
+    """Return the entries per KV head that a layer may keep of a sequence, kept spans included."""
+    return budgets.entries(layer, table, sequence, seen, tracker.marks.kept.count(sequence, policy.protect.sinks))

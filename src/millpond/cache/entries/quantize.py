@@ -313,7 +313,7 @@ def _absorb(
     scores: Tensor | None = None,
     emptied: np.ndarray | None = None,
 ) -> None:
-    """Quantize candidates (H, N) bool that become `codes`, and write the `plain` ones to plain pages.
+    """Quantize the candidates `codes`, and write the `plain` ones to plain pages, (H, N) bool.
 
     Codes are made of numbers as plain pages hold them, whether an entry was ever stored in one or not.
 

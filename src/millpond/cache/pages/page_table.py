@@ -344,10 +344,7 @@ class PageTable:
         self._publish()
 
     def shrink(self, sequences: npt.NDArray[np.int64], lens: Ints) -> None:
-        """Set the entries of the heads of some sequences, (n, n_kv_heads), and free spare pages.
-
-        No head holds more entries than before.
-        """
+        """Set the entries of the heads of some sequences, (n, n_kv_heads), to fewer; free spare pages."""
         regions = (sequences[:, None] * self.n_kv_heads + np.arange(self.n_kv_heads)).ravel()
         self._lengths.host[regions] = lens.ravel()
         if self.lens.device.type != "cpu":
@@ -363,9 +360,7 @@ class PageTable:
             self._slack = 0
 
     def renew(self, sequence: int, lens: Ints) -> None:
-        """Drop all pages of a sequence and reserve fresh ones for `lens` entries.
-
-        Its entries must be rewritten.
+        """Drop all pages of a sequence and reserve fresh ones for `lens` entries, to be rewritten.
 
         Raises:
             PoolFullError: the pool is full; nothing was changed.

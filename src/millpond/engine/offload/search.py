@@ -46,10 +46,8 @@ def min_seconds(cost: CostModel, block: BlockShape, room: Mapping[str, float], f
         Infinity where a kind finds no room at all.
     """
     bytes_of = cost.bytes(block)
-    free_bytes = {tier: room[tier] - sum(term.constant for term in bytes_of[tier]) for tier in (DEVICE, HOST)}
-    max_shares = [
-        _max_share(index, bytes_of, free_bytes) if place in free else 0.0 for index, place in enumerate(PLACES)
-    ]
+    bytes_left = {tier: room[tier] - sum(term.constant for term in bytes_of[tier]) for tier in (DEVICE, HOST)}
+    max_shares = [_max_share(n, bytes_of, bytes_left) if place in free else 0.0 for n, place in enumerate(PLACES)]
     if sum(max_shares[:3]) < 1 - _ROUNDING or sum(max_shares[3:]) < 1 - _ROUNDING:
         return float("inf")
     sweeps_of_block = cost.sweeps(block)
@@ -488,10 +486,8 @@ def _nothing(cost: CostModel, limits: Limits, capabilities: Capabilities, min_bl
             "or shorten prompts or answers"
         )
     min_bytes = min_memory(cost, capabilities, limits.rows[0])
-    ends = min(
-        _ends(capabilities),
-        key=lambda ends: _min_bytes(cost, _smallest(capabilities, limits.rows[0], ends), capabilities),
-    )
+    min_rows = limits.rows[0]
+    ends = min(_ends(capabilities), key=lambda e: _min_bytes(cost, _smallest(capabilities, min_rows, e), capabilities))
     resident = cost.model.ends_on_disk.held_bytes if ends == DISK else cost.model.end_bytes
     read = f", which are read from the disk, {resident:,} in memory" if ends == DISK else f" {resident:,}"
     smaller = "shorter prompts, a smaller budget, a codec such as int4" + (
