@@ -29,6 +29,7 @@ from torch import Tensor
 from millpond.cache.layer import layer_cache
 from millpond.hf.compress import compress
 from millpond.hf.stopwatch import Stopwatch
+from millpond.policy.policy import Policy
 from millpond.policy.trained.file import save_heads
 from millpond.policy.trained.networks import Gates, RetainingHeads
 from millpond_lab.bench.generate.candidates import ModelShape, draw_prompts
@@ -52,12 +53,13 @@ def drawn_or(scores: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`scores` of the cache, but for networks with the name DRAWN, in whose place it draws numbers from 0 to 1."""
     generator = torch.Generator().manual_seed(0)
 
-    def found(networks: RetainingHeads | Gates, layer: int, rope: Any, q: Tensor, k: Tensor, *rest: Any) -> Tensor:
+    def scores_of(policy: Policy, layer: int, rotary: Any, q: Tensor, k: Tensor, *rest: Any) -> Tensor:
+        networks: Any = policy.entry_scores if policy.gates is None else policy.gates
         if networks.name == DRAWN:
             return torch.rand(k.shape[:3], generator=generator)
-        return scores(networks, layer, rope, q, k, *rest)
+        return scores(policy, layer, rotary, q, k, *rest)
 
-    return found
+    return scores_of
 
 
 def measure(model: Any, prompt: Tensor, tokens: int, budget: str, method: str, options: dict[str, Any]) -> Stopwatch:
@@ -114,8 +116,8 @@ def main() -> None:
                 runs[method + kind] = method, {option: str(file), "decode": "evict"}
             sizes[method] = sum(getattr(layer, part).numel() for layer in made.layers for part in layer.PARTS)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-        scores = {name: drawn_or(getattr(layer_cache, name)) for name in ("entry_scores", "gate_scores")}
-        with patch.multiple(layer_cache, **scores), torch.inference_mode():
+        scores = drawn_or(layer_cache.new_entry_scores)
+        with patch.object(layer_cache, "new_entry_scores", scores), torch.inference_mode():
             for method, options in runs.values():  # the first of each is not counted
                 measure(model, prompt, 2, args.budget, method, options)
             for _ in range(args.rounds):

@@ -156,7 +156,7 @@ def plant_in_prompt(patch: pytest.MonkeyPatch, engine: Engine) -> list[int]:
             and self in state.private_cache.layers
         )
 
-    return raise_behind(patch, LayerCache, "_prefill", where)
+    return raise_behind(patch, LayerCache, "_close_pass", where)
 
 
 def plant_in_step(patch: pytest.MonkeyPatch, engine: Engine) -> list[int]:
@@ -173,7 +173,7 @@ def plant_in_step(patch: pytest.MonkeyPatch, engine: Engine) -> list[int]:
         return late and self.index == 1 and self in layers_of(engine)
 
     times: list[int] = []
-    for name in ("_newest", "end_step"):  # of layers one by one, and of all in one native call
+    for name in ("_close_pass", "attend_newest", "end_step"):  # of layers one by one, and of all in one native call
         raise_behind(patch, LayerCache, name, where, times)
     return times
 

@@ -224,7 +224,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("llama", {"options": {"decode": "grow"}}, OptionError, "decode='evict'"),
     ("llama", {"options": {"average": True}}, OptionError, "how far apart"),
     ("llama", {"budget": CONTEXT}, BudgetError, "needs at most 108 of the model's 128 positions"),
-    ("llama", {"codec": "flexgen4"}, OptionError, "before RoPE.*use int8"),
+    ("llama", {"codec": "flexgen4"}, OptionError, "before RoPE.*for example, int8"),
     ("llama", {"codec": "mikv"}, OptionError, "before RoPE"),
     ("llama", {"overflow": "roll"}, OptionError, "unknown overflow"),
     ("opt", {}, UnsupportedModelError, "no rotary position embedding.*overflow='refuse'"),

@@ -344,7 +344,7 @@ class PageTable:
         self._publish()
 
     def shrink(self, sequences: npt.NDArray[np.int64], lens: Ints) -> None:
-        """Set the entries of the heads of some sequences, (n, n_kv_heads), to fewer; free spare pages."""
+        """Set fewer entries of the heads of some sequences, (n, n_kv_heads); free spare pages."""
         regions = (sequences[:, None] * self.n_kv_heads + np.arange(self.n_kv_heads)).ravel()
         self._lengths.host[regions] = lens.ravel()
         if self.lens.device.type != "cpu":
