@@ -164,7 +164,7 @@ def measured_steady(bench: Bench, given: dict[str, Any], context: int, limit: in
     steps = 4 if bench.machine.tiny else STEPS
     new = WARM + steps + 1
     with bench.engine(given, 1) as engine:
-        need = estimate(engine.cache_factory, engine.layers, context, new, 1)
+        need = estimate(engine.cache_factory, context, new, 1)
     most = 8 if bench.machine.tiny else 1024
     n = min(most, 1 + (limit - max(need.prefill, need.each)) // need.each)
     with bench.engine(given, n) as engine:

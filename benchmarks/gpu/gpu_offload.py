@@ -109,7 +109,7 @@ def ours(folder: Path, name: str, memory: str, tiny: bool) -> Row:
             llm.engine.step()
             steps.append(time.perf_counter() - before)
         spent = time.perf_counter() - began
-        predicted = None if llm.plan is None else llm.plan.prediction
+        predicted = None if llm.plan is None else llm.plan.plan.prediction
     steps = sorted(steps[-new // 2 :])
     row: Row = {
         "plan": said[:400],

@@ -80,7 +80,7 @@ def need_of(engine: object, prompt: int, answer: int) -> int:
     from millpond.engine.request import CacheOptions
 
     cache_factory = engine._parts.decode_groups.group(CacheOptions()).cache_factory  # type: ignore[attr-defined]
-    return estimate(cache_factory, engine._model.layers, prompt, answer, 1).peak(1)  # type: ignore[attr-defined]
+    return estimate(cache_factory, prompt, answer, 1).peak(1)
 
 
 def main() -> None:
