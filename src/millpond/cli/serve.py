@@ -34,10 +34,6 @@ from millpond.server.settings import ServerSettings
 from millpond.setting import settings_of
 
 if TYPE_CHECKING:
-    from millpond.server.llm_protocol import ServedLLM
-    from millpond.server.settings import ServerSettings
-
-if TYPE_CHECKING:
     from millpond.cache.chunks.store import ChunkStore
     from millpond.server.llm_protocol import ServedLLM
 

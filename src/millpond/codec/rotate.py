@@ -67,8 +67,9 @@ def rotate(x: Tensor) -> Tensor:
 
 @cache
 def _hadamard_on(dim: int, device: torch.device) -> Tensor:
-    """Return `hadamard(dim)` in the memory of a device, where it stays."""
-    return hadamard(dim).to(device)
+    """Return `hadamard(dim)` in the memory of a device, where it stays; autograd may use it too."""
+    with torch.inference_mode(False):
+        return hadamard(dim).to(device)
 
 
 @cache

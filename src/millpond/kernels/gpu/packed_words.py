@@ -27,7 +27,7 @@ TWO_128 = 0x43004300
 #: Formats of codes that are numbers.
 FORMATS = (Format.INT2, Format.INT3, Format.INT4, Format.INT8, Format.FP8)
 #: Most rows of weights, query heads of a group x groups of channels.
-MOST_ROWS = 64
+MAX_ROWS = 64
 
 
 class Tuning(NamedTuple):
@@ -47,7 +47,7 @@ def words_serve(packed: PackedRegions, group: int, dot: tl.dtype) -> bool:
     sides = layout.key, layout.value
     whole = all(side.format in FORMATS and not side.n_extra and not side.fixed for side in sides)
     rows = _power(group) * _power(_groups(layout.value, layout.value_dim))
-    return whole and packed.rope is None and rows <= MOST_ROWS and (dot == tl.bfloat16 or INTERPRET)
+    return whole and packed.rope is None and rows <= MAX_ROWS and (dot == tl.bfloat16 or INTERPRET)
 
 
 def word_shapes(layout: PackedLayout, group: int, split: int) -> dict[str, Any]:
