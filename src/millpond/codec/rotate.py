@@ -67,7 +67,7 @@ def rotate(x: Tensor) -> Tensor:
 
 @cache
 def _hadamard_on(dim: int, device: torch.device) -> Tensor:
-    """Return `hadamard(dim)` in the memory of a device, where it stays; autograd may use it too."""
+    """Return `hadamard(dim)` in the memory of a device, where it stays, also for autograd."""
     with torch.inference_mode(False):
         return hadamard(dim).to(device)
 
