@@ -158,7 +158,7 @@ def quantize_due(table: PageTable, active: np.ndarray) -> None:
         quantized.steps_until_check = most - int(lens.max(initial=0))
         full = lens >= most
     ready = np.flatnonzero(active & full.any(1))
-    if len(ready) and not _quantize_first_pages(table, first, ready):
+    if len(ready) and not _quantize_run(table, first, ready):
         _quantize_oldest(table, first, ready)
     pass_down(table, active)
 
@@ -178,30 +178,50 @@ def _quantize_oldest(table: PageTable, quantized: QuantizedStore, sequences: np.
         _absorb(table, quantized, sequence, entries, codes, here & ~codes, emptied=sparse)
 
 
-def _quantize_first_pages(table: PageTable, quantized: QuantizedStore, sequences: np.ndarray) -> bool:
-    """Quantize due entries of sequences (n,) if they are the first plain pages of regions.
+def _quantize_run(table: PageTable, quantized: QuantizedStore, sequences: np.ndarray) -> bool:
+    """Quantize due entries of sequences (n,) together if they follow each other in plain pages of their own.
 
-    That is so if nothing left a region since it was last quantized. Then no entry is sorted or moved.
+    That is so if nothing left a region since it was last quantized. Then no entry is sorted, and of a format without
+    plain first entries none is moved.
 
     Returns:
         False if it is not so of all of them; then nothing was done.
     """
-    slots, codec = table.pool.slots, quantized.codec
+    codec = quantized.codec
     rows = (sequences[:, None] * table.n_kv_heads + np.arange(table.n_kv_heads)).ravel()
-    if codec.sinks or quantized.slots % slots or quantized.n_evicted[rows].any():
+    stays_in_place = not codec.sinks and not quantized.slots % table.pool.slots
+    if quantized.n_evicted[rows].any() or not (stays_in_place or table.owns(rows)):
         return False
     lens = table.lengths().ravel()[rows]
-    stay = newest(codec, table.entries().ravel()[rows])
-    more = np.maximum(lens - stay, 0) // quantized.slots * quantized.slots
+    loose = lens - codec.sinks - newest(codec, table.entries().ravel()[rows])
+    more = np.maximum(loose, 0) // quantized.slots * quantized.slots
     chosen, width = torch.from_numpy(rows).to(table.lens.device), int(lens.max())
     entries = ops.read(table.regions_of(chosen), width)
-    positions = entries.positions.cpu().numpy()
-    if not ((positions[:, 1:] > positions[:, :-1]) | (np.arange(1, width) >= lens[:, None])).all():
+    positions, column = entries.positions.cpu().numpy(), np.arange(width)
+    there = column < lens[:, None]
+    if not ((positions[:, 1:] > positions[:, :-1]) | ~there[:, 1:]).all():
         return False
-    index = torch.arange(int(more.max()), dtype=torch.int32, device=chosen.device).expand(len(rows), -1).contiguous()
+    first = (there & (positions < codec.sinks)).sum(1)[:, None]
+    index = torch.from_numpy((first + np.arange(int(more.max()))).astype(np.int32)).to(chosen.device)
     quantized.write_all(sequences, torch.from_numpy(more).to(chosen.device), index, entries)
-    table.drop_first(rows, more // slots)
+    if stays_in_place:
+        table.drop_first(rows, more // table.pool.slots)
+    else:
+        _write_rest(table, sequences, chosen, entries, first, more)
     return True
+
+
+def _write_rest(
+    table: PageTable, sequences: np.ndarray, regions: Tensor, entries: PaddedEntries, first: Ints, more: Ints
+) -> None:
+    """Move entries in the pages of regions (n,) of sequences over `more` (n,) that follow the `first` (n, 1) ones."""
+    lens = table.lengths()[sequences] - more.reshape(len(sequences), -1)
+    column = np.arange(int(lens.max()))
+    index = (column + np.where(column < first, 0, more[:, None])).astype(np.int32)
+    count = np.where(more > 0, lens.ravel(), 0).astype(np.int32)  # the others stay where they are
+    start, taken, rows = (torch.from_numpy(t).to(regions.device) for t in (np.zeros_like(count), count, index))
+    ops.write(table.regions_of(regions), EntryRows(start, taken, rows, *entries))
+    table.shrink(sequences, lens)
 
 
 def demote_due(table: PageTable, rule: DecodeRule, at: np.ndarray, kept: KeptSpans) -> None:

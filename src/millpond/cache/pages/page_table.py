@@ -208,17 +208,14 @@ class PageTable:
 
     def set_budget(self, sequence: int, capacities: Ints, recent: Ints | int) -> None:
         """Set how many entries each head of a sequence may hold, and how many newest it protects."""
-        rows = self.rows(sequence)
-        self._budgets.capacities[rows] = capacities
-        self._budgets.recent[rows] = recent
-        self._slack = 0
+        rows, self._slack = self.rows(sequence), 0
+        self._budgets.capacities[rows], self._budgets.recent[rows] = capacities, recent
         self._publish(ids=False)
 
     def set_head_rules(self, sequence: int, kinds: npt.NDArray[np.int64] | int, recent: Ints | int) -> None:
         """Set the rule of each head of a sequence, and how many newest entries some rules keep."""
         rows = self.rows(sequence)
-        self._budgets.head_rules[rows] = kinds
-        self._budgets.recent[rows] = recent
+        self._budgets.head_rules[rows], self._budgets.recent[rows] = kinds, recent
         self._publish(ids=False)
 
     def budgets(self) -> Ints:
@@ -342,6 +339,10 @@ class PageTable:
         self._lengths.host[rows] -= (pages * self.pool.slots).astype(np.int32)
         self._slack = 0
         self._publish()
+
+    def owns(self, rows: npt.NDArray[np.int64]) -> bool:
+        """Return whether nobody else holds a page of some regions."""
+        return not self._rows.may_share or bool((self.pool.refs(self._rows.held(rows)) == 1).all())
 
     def shrink(self, sequences: npt.NDArray[np.int64], lens: Ints) -> None:
         """Set fewer entries of the heads of some sequences, (n, n_kv_heads); free spare pages."""

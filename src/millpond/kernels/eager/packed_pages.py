@@ -17,10 +17,9 @@ TOGETHER = 256
 
 
 def is_whole(regions: PackedRegions, start: Tensor, count: Tensor) -> bool:
-    """Whether these runs of slots are whole pages of unbalanced keys in all channels."""
+    """Whether these runs of slots are whole pages."""
     slots = regions.pages.slots
-    plainly = regions.channels is None and regions.balance is None
-    return plainly and not bool((start % slots).any()) and not bool((count % slots).any())
+    return not bool(((start % slots) | (count % slots)).any())
 
 
 def write(regions: PackedRegions, rows: EntryRows) -> None:
@@ -41,8 +40,7 @@ def _write(regions: PackedRegions, ids: Tensor, r: Tensor, rows: EntryRows, sour
     """Write pages `ids` (P,) of regions r (P,) from columns (P, slots) of their rows."""
     pages, at = regions.pages, r[:, None]
     keys, values, positions = (t[at, source_columns] for t in (rows.keys, rows.values, rows.positions))
-    if regions.rope is not None:
-        keys = regions.rope.turn_back(keys.float(), positions)
+    keys = stored_keys(regions, r, keys, positions)
     coded = []
     for (side, _, _, is_key), x in zip(codes.sides(pages.layout), (keys, values), strict=True):
         coded.append(codes.to_bytes(codes.encode(x, side, fixed_of(regions, r) if is_key else None), side, is_key))
@@ -75,13 +73,13 @@ def fixed_of(regions: PackedRegions, r: Tensor) -> Fixed | None:
 READ_TOGETHER = 256
 
 
-def stored_keys(regions: PackedRegions, r: int, keys: Tensor, positions: Tensor) -> Tensor:
-    """Return keys (n, head_dim) of region r as stored: before RoPE, or kept and balanced."""
+def stored_keys(regions: PackedRegions, r: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+    """Return keys (P, n, head_dim) of regions r (P,) as stored: before RoPE, or kept and balanced."""
     if regions.rope is not None:
         return regions.rope.turn_back(keys.float(), positions)
     if regions.channels is not None:
-        keys = keys[:, regions.channels[r].long()]
-    return keys.float() / regions.balance[r] if regions.balance is not None else keys
+        keys = keys.gather(2, regions.channels[r].long()[:, None].expand(-1, keys.shape[1], -1))
+    return keys.float() / regions.balance[r][:, None] if regions.balance is not None else keys
 
 
 def _whole_keys(regions: PackedRegions, r: Tensor, keys: Tensor, positions: Tensor, head_dim: int) -> Tensor:
@@ -108,7 +106,8 @@ def write_packed(regions: PackedRegions, rows: EntryRows) -> None:
         if n <= 0:
             continue
         row, own_head = rows.index[r, :n].long(), torch.tensor([r], device=start.device)
-        pair = (stored_keys(regions, r, rows.keys[r, row], positions[r, row]), rows.values[r, row])
+        keys = stored_keys(regions, own_head, rows.keys[r, row][None], positions[r, row][None])[0]
+        pair = (keys, rows.values[r, row])
         slots = torch.arange(begin, begin + n, device=start.device)
         for i in range(begin // pages.slots, (begin + n - 1) // pages.slots + 1):
             mine = slots // pages.slots == i

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,7 +25,7 @@ from millpond.kernels.gpu.common import (
 )
 from millpond.kernels.gpu.packed_words import TWO_128, attend_words, word_launch, word_shapes, words_serve
 from millpond.kernels.packed.layout import LANES as TILE_LANES
-from millpond.kernels.packed.layout import MAX_NAMED, RUN, Format, Offsets, Side
+from millpond.kernels.packed.layout import MAX_NAMED, RUN, Format, Offsets, Side, table_of
 from millpond.kernels.packed.regions import PackedRegions
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -55,9 +57,14 @@ def side_constants(prefix: str, side: Side, at: Offsets, dim: int) -> dict[str, 
     }
 
 
-def table_or(table: Tensor, other: Tensor) -> Tensor:
-    """Return the table on the device of `other`, or `other`, which is then not read."""
-    return table.to(other.device) if table.numel() else other
+@cache
+def numbers_on(side: Side, device: torch.device) -> Tensor:
+    """Return the numbers that codes of a table stand for in the memory of a device, where they stay.
+
+    Nothing is copied while a step is recorded: a step runs once before.
+    """
+    with torch.inference_mode(False):
+        return table_of(side).to(device)
 
 
 @triton.jit
@@ -419,7 +426,7 @@ def attend_codes(
         taken = {name: value for name, value in flags.items() if name in attend_words.arg_names}
         attend_words[grid](*first, *kept, *settings, TWO_128, **taken, **word_launch(layout))
         return
-    numbers = [table_or(numbers, q) for numbers, _ in layout.tables]
+    numbers = [numbers_on(side, q.device) if side.format.uses_table else q for side in (layout.key, layout.value)]
     fixed = tuple(q if x is None else rows_of(x) for x in (packed.key_scales, packed.key_zeros))
     rope = packed.rope
     turning = (q, q, q, 0) if rope is None else (rope.by_channel, rope.cos, rope.sin, rope.cos.shape[1])
