@@ -40,6 +40,8 @@ STEADY_BYTES = 30 * 10**9
 SPARE_BYTES = 6 * 2**30
 #: Steps that count, so that each sequence fills at least one page; and those before them.
 STEPS, WARM = 72, 6
+#: Most answers of a request, and steps in which the prompt of the next one is read at most.
+MOST_ANSWERS, NEXT_PROMPT = 128, 8
 
 
 class Shape(NamedTuple):
@@ -171,7 +173,6 @@ def measured_steady(bench: Bench, given: dict[str, Any], context: int, limit: in
         held = decode_alike(bench, engine, Shape(n, context), new)
         times = [timed(bench.machine, engine.step) for _ in range(new - 1)][WARM:]
         row = step_row(bench, engine, n, times, held)
-        row["cache_gb"] = engine.stats().kv_bytes / 1e9
     row["tokens_per_s"] = n * len(times) / sum(times)
     row["bound_tokens_per_s"] = n / row["bound_ms"] * 1e3
     return {"requests": n, "context": context, "limit_gb": limit / 1e9, **row}
@@ -204,17 +205,25 @@ def decode_alike(bench: Bench, engine: Engine, shape: Shape, new: int) -> int:
     Returns:
         Bytes of keys and values that one sequence holds.
     """
-    params = mp.SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True, n=shape.batch)
-    engine.add(Request(request_id="0", prompt=bench.prompt(shape.context), params=params))
-    while not any(output.completions[0].token_ids for output in engine.step()):
-        pass
-    found = engine.cache_of("0")
-    assert found is not None, "answers decode as soon as they have a token"
-    for layer in found[0].layers:
-        if layer.table is not None:
-            layer.table.copy_on_write(whole=True)
-    cache = found[0]
-    return int(cache.used_bytes(cache.held())[0])
+    prompt, caches = bench.prompt(shape.context), {}
+    firsts = range(0, shape.batch, MOST_ANSWERS)
+    for first in firsts:
+        # what decodes already does so while the next prompt is read
+        more = 0 if first == firsts[-1] else NEXT_PROMPT * len(firsts)
+        n = min(shape.batch - first, MOST_ANSWERS)
+        params = mp.SamplingParams(max_tokens=new + more, temperature=0.0, ignore_eos=True, n=n)
+        engine.add(Request(request_id=str(first), prompt=prompt, params=params))
+        while not any(out.request_id == str(first) and out.completions[0].token_ids for out in engine.step()):
+            pass
+    for first in firsts:
+        found = engine.cache_of(str(first))
+        assert found is not None, "answers decode as soon as they have a token"
+        caches[id(found[0])] = found[0]
+    for cache in caches.values():
+        for layer in cache.layers:
+            if layer.table is not None:
+                layer.table.copy_on_write(whole=True)
+    return int(cache.used_bytes(cache.held())[-1])
 
 
 def read_prompt(bench: Bench, engine: Engine, tokens: int, name: str) -> None:

@@ -76,7 +76,7 @@ def tokens_sentence(rows: Sequence[Row]) -> str:
         for section in sorted({row["section"] for row in rows})
         if (same := of(rows, section))
     ]
-    bad = [f"{row['section'].removeprefix('tokens: ')} {row['cell']}" for row in rows if not row.get("ok")]
+    bad = [f"{row['section'].removeprefix('tokens: ')} {row['cell']}" for row in rows if row.get("ok") is False]
     missed = f" Not in: {', '.join(bad)}." if bad else ""
     return f"Cells whose tokens and kept entries are the CPU's: {', '.join(counts)}.{missed}\n"
 
@@ -136,7 +136,7 @@ def steady_table(rows: Sequence[Row]) -> str:
             (
                 str(row["cell"]),
                 str(row["requests"]),
-                f"{row['cache_gb']:.1f}",
+                f"{row['requests'] * row['kv_bytes_each'] / 1e9:.1f}",
                 f"{row['tokens_per_s']:,.0f}",
                 f"{row['tokens_per_s'] / row['bound_tokens_per_s']:.0%}",
                 f"{row['ms']:.1f}",

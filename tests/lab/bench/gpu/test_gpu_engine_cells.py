@@ -38,6 +38,19 @@ def test_copies_share_no_page(bench: Any, name: str) -> None:
     assert all(other == one for other in others)
 
 
+def test_more_answers_than_a_request_may_have_are_of_several(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_engine, "MOST_ANSWERS", 2)
+    with bench.engine({"method": "full"}, 5) as engine:
+        held = gpu_engine.decode_alike(bench, engine, gpu_engine.Shape(5, 200), 6)
+        caches = [engine.cache_of(name)[0] for name in ("0", "2", "4")]
+        tables = [layer.table for cache in caches for layer in cache.layers]
+        assert all(table.page_lists.n_shared() == 0 for table in tables)
+        assert all(int(cache.used_bytes(cache.held()).min()) >= held > 0 for cache in caches)
+        outputs = engine.drain()
+    assert sorted(len(output.completions) for output in outputs) == [1, 2, 2]
+    assert len({completion.token_ids[:6] for output in outputs for completion in output.completions}) == 1
+
+
 def test_a_step_s_bytes_are_weights_and_what_caches_hold(bench: Any) -> None:
     row = gpu_engine.measured_step(bench, {"method": "full"}, gpu_engine.Shape(3, 64))
     config = bench.model.config
