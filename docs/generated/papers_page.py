@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,14 +25,47 @@ TESTS = {
     "strided": "tests/papers/test_h2o_ablations.py",
     "fixed": "tests/papers/test_h2o_ablations.py",
 }
-#: Papers of number formats, as `Codec.paper` has them: the name there, the module and the test.
+#: Papers of number formats, as `Codec.paper` has them: the name there, the module, the test, and what departs.
 FORMATS = {
-    FLEXGEN: ("FlexGen", "src/millpond/codec/groups.py", "tests/codec/test_groups.py"),
-    KIVI: ("KIVI", "src/millpond/codec/groups.py", "tests/codec/test_quantize.py"),
-    KVQUANT: ("KVQuant", "src/millpond/codec/nuq.py", "tests/hf/test_kvquant.py"),
-    MIKV: ("MiKV", "src/millpond/codec/channels.py", "tests/codec/test_tiers.py"),
-    QUAROT: ("QuaRot", "src/millpond/codec/rotate.py", "tests/codec/test_transforms.py"),
-    THINK: ("ThinK", "src/millpond/codec/channels.py", "tests/codec/test_transforms.py"),
+    FLEXGEN: (
+        "FlexGen",
+        "src/millpond/codec/groups.py",
+        "tests/codec/test_groups.py",
+        "Keys are stored less the mean of their page, so that models with biases on keys hold; `flexgen4_paper` is the "
+        "paper's.",
+    ),
+    KIVI: (
+        "KIVI",
+        "src/millpond/codec/groups.py",
+        "tests/codec/test_quantize.py",
+        "Groups of 32 in pages of 64, and the newest entries, 128 to 191 of them, in 16 bits.",
+    ),
+    KVQUANT: (
+        "KVQuant",
+        "src/millpond/codec/nuq.py",
+        "tests/hf/test_kvquant.py",
+        "Ranges of values are those of a head, and outliers of a page of a head, so that heads may hold different "
+        "tokens; with `_paper` behind the name they are taken of a token over all heads.",
+    ),
+    MIKV: (
+        "MiKV",
+        "src/millpond/codec/channels.py",
+        "tests/codec/test_tiers.py",
+        "Which entries are stored in few bits is what any method here would evict, by default `h2o`'s.",
+    ),
+    QUAROT: (
+        "QuaRot",
+        "src/millpond/codec/rotate.py",
+        "tests/codec/test_transforms.py",
+        "Only caches are rotated, not weights and activations; keys are stored less the mean of their page, in "
+        "`rotated4_paper` and its like as they are.",
+    ),
+    THINK: (
+        "ThinK",
+        "src/millpond/codec/channels.py",
+        "tests/codec/test_transforms.py",
+        "Channels are chosen once, at the end of the prompt, and what is kept is a multiple of 16.",
+    ),
 }
 METHODS_INTRO = f"""\
 Measured: the score of `pond-recall` at a budget of {BUDGET}, as a share of the full cache's score (95 % interval).
@@ -98,20 +132,23 @@ def papers_page(panels_of: Callable[[str], Mapping[str, CurvePanel]], formats: S
             _file(_module(e)),
             _file(_test(e.name)),
             *(_score(panels_of(e.name), protocol) for protocol in ("aware", "agnostic")),
+            departure(e),
         )
         for e in entries
         if e.paper
     ]
-    parts.append(_table(("method", "paper", "module", "test", "question known", "question unknown"), methods))
+    parts.append(
+        _table(("method", "paper", "module", "test", "question known", "question unknown", "departs"), methods)
+    )
     parts.append(f"## Number formats\n\n{FORMATS_INTRO}")
     unknown = {codec.paper for codec in PRESETS.values() if codec.paper} - {*FORMATS}
     if unknown:
         raise ValueError(f"FORMATS in docs/generated/papers_page.py lacks papers of number formats: {sorted(unknown)}")
     codecs = [
-        (_names(paper), f"{title}, {_link(paper)}", _file(module), _file(test), _losses(paper, formats))
-        for paper, (title, module, test) in FORMATS.items()
+        (_names(paper), f"{title}, {_link(paper)}", _file(module), _file(test), _losses(paper, formats), departs)
+        for paper, (title, module, test, departs) in FORMATS.items()
     ]
-    parts.append(_table(("formats", "paper", "module", "test", "perplexity"), codecs))
+    parts.append(_table(("formats", "paper", "module", "test", "perplexity", "departs"), codecs))
     parts.append(f"## Serving\n\n{SERVING_INTRO}")
     serving = [
         (_cited(paper), *("<br>".join(map(_file, files)) for files in (modules, tests)), measured, departs)
@@ -123,6 +160,14 @@ def papers_page(panels_of: Callable[[str], Mapping[str, CurvePanel]], formats: S
     rows = [(f"`{e.name}`", _paper(e), _file(_module(e)), _task_test(e)) for e in tasks if e.paper]
     parts.append(_table(("task", "paper", "module", "test"), rows))
     return "\n".join(parts)
+
+
+def departure(entry: Entry[Any]) -> str:
+    """The first sentence of what a method's docstring says of where it leaves its paper; "–" where it says nothing."""
+    doc = re.split(r"\n\s*\n", inspect.getdoc(entry.build) or "")
+    told = next((" ".join(part.split()) for part in doc if part.startswith("Departs from")), "")
+    first, _, _ = told.partition(": ")[2].partition(". ")
+    return f"{first.removesuffix('.')}." if first else "–"
 
 
 def _module(entry: Entry[Any]) -> str:
