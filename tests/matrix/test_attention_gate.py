@@ -26,11 +26,11 @@ from tests.helpers.random_heads import GATES_OF_PACKAGE
 from tests.matrix import test_invariance as matrix
 
 METHOD = "attention_gate"
-GATED: dict[str, Any] = {"sinks": 1, "window": 2, "every": 3}
+GATED: dict[str, Any] = {"sinks": 1, "window": 2, "every": 3, "chunk": 8}
 #: Every token is flagged, so that the budget decides alone and the total is exact.
 CAPPED: dict[str, Any] = {"sinks": 1, "window": 2, "every": 1, "threshold": 0.0}
 EXACT = ["ratio", "sizes", pytest.param("second turn", marks=pytest.mark.slow), "everything"]
-LOOSE = ["batch", "reset", "bytes", "first token", "pages", "chunks", "turn of one"]
+LOOSE = ["batch", "reset", "bytes", "pages", "chunks", "turn of one"]
 FAMILIES = ["mistral", "qwen3", "opt", "gpt_neox"]
 pytestmark = pytest.mark.filterwarnings("ignore::millpond.hf.layer_budgets.FewEntriesWarning")
 
@@ -40,6 +40,11 @@ def test_matrix_without_a_budget(check: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(matrix.METHODS, METHOD, GATED)
     monkeypatch.setattr(matrix, "budget_of", lambda method, budget=None: {})
     CHECKS[check](METHOD)
+
+
+def test_a_prompt_that_is_read_in_full_gives_the_first_token_of_the_full_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(matrix.METHODS, METHOD, {**GATED, "acts": "end"})
+    matrix.test_first_token_is_exact(METHOD)
 
 
 @pytest.mark.parametrize("check", EXACT)

@@ -18,6 +18,7 @@ from millpond.policy.head_allocation import HeadAllocation, PromptHeadAllocation
 from millpond.policy.layer_allocation import EvenLayers, LayerAllocation, PromptLayers
 from millpond.policy.merging import Merge, Merged
 from millpond.policy.needs import NOTHING, Needs, TokenSource
+from millpond.policy.prompt_flags import PromptFlags
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import Recency, Score, decay_of
 from millpond.policy.scores.strided import Strided
@@ -215,6 +216,16 @@ class Policy:
     def gates(self) -> Gates | None:
         """Gates that flag each entry to stay or not when it is written; None if there are none."""
         return None
+
+    @property
+    def prompt_flags(self) -> PromptFlags | None:
+        """Which entries the queries of a prompt see by their flags; None if they see all that is stored."""
+        return None
+
+    @property
+    def whole_prompt_option(self) -> str:
+        """Option with which nothing leaves before a prompt ends."""
+        return "prefill='once'"
 
     @property
     def scores_entries(self) -> bool:

@@ -65,7 +65,10 @@ def test_the_cache_keeps_what_was_measured(tmp_path: Path) -> None:
     model, shares = llama(dtype=torch.float32), []
     for step in range(6):
         asked = Random().draw("gate-share-check", 0, step)
-        with torch.no_grad(), mp.compress(model, "attention_gate", gate=str(out), sinks=2, window=3) as cache:
+        with (
+            torch.no_grad(),
+            mp.compress(model, "attention_gate", gate=str(out), sinks=2, window=3, acts="end") as cache,
+        ):
             model(asked.ids[None, : asked.begin], cache=cache)
             held = [len(head) for layer in range(len(cache.layers)) for head in cache.positions(layer)]
         shares.append(sum(held) / len(held) / asked.begin)

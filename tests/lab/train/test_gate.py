@@ -234,7 +234,7 @@ def test_what_is_trained_is_used_and_keeps_the_target(whole: tuple[Path, Trained
     assert sum(map(sum, result.kept)) / 4 == pytest.approx(0.5, abs=0.01)
     asked = Random().draw("any", 0, 1)
     prompt = TextReader(model).read_prompt(asked.ids, asked.begin)
-    with torch.no_grad(), mp.compress(model, "attention_gate", gate=str(out), sinks=2, window=3) as cache:
+    with torch.no_grad(), mp.compress(model, "attention_gate", gate=str(out), sinks=2, window=3, acts="end") as cache:
         model(asked.ids[None, : asked.begin], cache=cache)
         for layer, found in enumerate(prompt.layers):
             gate = gates.layers[layer].to(torch.device("cpu"))
