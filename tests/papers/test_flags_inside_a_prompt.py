@@ -111,8 +111,8 @@ def test_the_first_tokens_of_a_later_turn_see_all_that_is_stored() -> None:
         for begin in range(30, 120, 15)
     ]
     row = at[:, None]
-    whole = (row >= 30) & (row < 94) & (at <= row) & ((at >= 30) | stored[:, None] | newest & (row < 32))
-    mask = whole | seen(flags, 2, 3, shape)  # behind the chunk that ends at 32 the newest of the first prompt leave
+    whole = (row >= 30) & (row < 94) & (at <= row) & ((at >= 30) | (stored | newest)[:, None])
+    mask = whole | seen(flags, 2, 3, shape)
     assert torch.allclose(torch.cat(outs, 1), masked(parts, mask, shape)[:, 30:], atol=1e-6)
 
 
