@@ -84,12 +84,12 @@ class GatePolicy(Policy):
     hides: bool = False
 
     def __post_init__(self) -> None:
-        Policy.__post_init__(self)
         is_plain = isinstance(self.heads, GatedHeads) and isinstance(self.layers, EvenLayers) and not self.shared
         if not (is_plain and self.merge is None and isinstance(self.score, Gated)):
             raise OptionError("a method whose gates say what stays cannot be the score of another method")
         if self.prefill == "chunks" and not self.hides:
             raise OptionError('prefill="chunks" evicts inside a prompt what its queries still see; give hides=True')
+        Policy.__post_init__(self)
 
     @property
     def gates(self) -> Gates | None:
@@ -99,23 +99,18 @@ class GatePolicy(Policy):
     @property
     def needs(self) -> Needs:
         looks_ahead = self.gates is not None and not self.gates.causal
-        return Needs(whole_prompt=looks_ahead, uncut=looks_ahead)
+        return Needs(whole_prompt=looks_ahead, uncut=looks_ahead, prompt_flags=self._flags if self.hides else None)
 
     @property
-    def scores_entries(self) -> bool:
-        return True
-
-    @property
-    def prompt_flags(self) -> PromptFlags | None:
-        if not self.hides:
-            return None
+    def _flags(self) -> PromptFlags:
+        """Which entries the queries of a prompt see."""
         assert isinstance(self.heads, GatedHeads), "checked when the policy was made"
         newest, chunk = self.protect.newest(UNBOUNDED), self.chunk if self.prefill == "chunks" else 0
         return PromptFlags(self.heads.threshold, self.protect.sinks, newest, chunk)
 
     @property
-    def whole_prompt_option(self) -> str:
-        return "acts='end'"
+    def scores_entries(self) -> bool:
+        return True
 
     @property
     def needs_budget(self) -> bool:

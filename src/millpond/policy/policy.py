@@ -18,7 +18,6 @@ from millpond.policy.head_allocation import HeadAllocation, PromptHeadAllocation
 from millpond.policy.layer_allocation import EvenLayers, LayerAllocation, PromptLayers
 from millpond.policy.merging import Merge, Merged
 from millpond.policy.needs import NOTHING, Needs, TokenSource
-from millpond.policy.prompt_flags import PromptFlags
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import Recency, Score, decay_of
 from millpond.policy.scores.strided import Strided
@@ -124,7 +123,7 @@ class Policy:
         Protect(recent=self.stabilizers)
         if self.score is None:
             raise OptionError('prefill="chunks" evicts while a prompt is read, and this policy keeps everything')
-        if self.score.queries in ("all", "window", "both") or self.needs != NOTHING or self.needs_all_layers:
+        if self.score.queries in ("all", "window", "both") or self.needs.later_text or self.needs_all_layers:
             raise OptionError(
                 'prefill="chunks" evicts before the rest of the prompt is read, and this score is made of later '
                 "queries or of the whole prompt; use locret, keydiff, knorm, lagkv or qfilters, or prefill='once'"
@@ -216,16 +215,6 @@ class Policy:
     def gates(self) -> Gates | None:
         """Gates that flag each entry to stay or not when it is written; None if there are none."""
         return None
-
-    @property
-    def prompt_flags(self) -> PromptFlags | None:
-        """Which entries the queries of a prompt see by their flags; None if they see all that is stored."""
-        return None
-
-    @property
-    def whole_prompt_option(self) -> str:
-        """Option with which nothing leaves before a prompt ends."""
-        return "prefill='once'"
 
     @property
     def scores_entries(self) -> bool:

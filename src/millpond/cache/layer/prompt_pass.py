@@ -207,7 +207,7 @@ class PromptPass:
         """Read many tokens of one sequence -> (Hq, Q, value_dim)."""
         chunked = probe is None and self.policy.prefill == "chunks"
         n, seen, chunk = len(tokens.positions), int(tokens.positions[-1]) + 1, self.policy.chunk
-        first, flags = chunk - (seen - n) % chunk, self.policy.prompt_flags
+        first, flags = chunk - (seen - n) % chunk, self.policy.needs.prompt_flags
         if flags is not None:  # as long as a later turn may be a short one, nothing leaves
             whole = flags.all_seen_until(self._turn(sequence, tokens.positions)) - (seen - n)
             first += -(-max(whole - first, 0) // chunk) * chunk
@@ -243,7 +243,7 @@ class PromptPass:
             sequence, q, q_pos, entries, lambda: self.planner.budget(table, sequence, int(q_pos[-1]) + 1)
         )
         reduce = REDUCE[self.policy.reduce] if self.policy.observes_all else None
-        flags = self.policy.prompt_flags
+        flags = self.policy.needs.prompt_flags
         if flags is None or not flags.act_within(self.attention.shape.window):
             out, lse, sums = self.attention.chunk(chunk, reduce, self.policy.decay)
         else:

@@ -147,7 +147,7 @@ class Planner:
 
     def _nothing_to_choose(self, table: PageTable, sequence: int, seen: int) -> bool:
         """Whether all is kept, or the budget holds all that a sliding window shows."""
-        window, flags = self._attention.shape.window, self._policy.prompt_flags
+        window, flags = self._attention.shape.window, self._policy.needs.prompt_flags
         if flags is not None and flags.act_within(window):  # what a prompt's queries do not see leaves in a window too
             return False
         return self._policy.keeps_all or (bool(window) and self._entries(table, sequence, seen) >= window)
