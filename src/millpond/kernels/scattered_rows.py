@@ -38,7 +38,7 @@ def attend_scattered(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tens
     if bool((k_pos == torch.arange(k.shape[1], dtype=k_pos.dtype, device=k.device)).all()):
         places = q_pos.tolist()
         return torch.cat([_in_order(q, k, v, q_pos, begin, end, shape) for begin, end in _blocks(places)], 1)
-    outputs = (p @ v.to(p.dtype)[:, None] for p, _ in probabilities(q, k, q_pos, k_pos, shape))
+    outputs = (p @ v.to(p.dtype)[:, None] for p, _ in _probabilities(q, k, q_pos, k_pos, shape))
     return torch.cat([out.flatten(0, 1).to(q.dtype) for out in outputs], 1)
 
 
@@ -56,7 +56,7 @@ def attention_to_parts(
         parts: (N,) int64, the part of each key, `n_parts` for keys that count for none.
         n_parts: Number of parts.
     """
-    sums = [p.mean((0, 1)) for p, _ in probabilities(q, k, q_pos, k_pos, shape)]
+    sums = [p.mean((0, 1)) for p, _ in _probabilities(q, k, q_pos, k_pos, shape)]
     masses = torch.cat(sums).float() if sums else q.new_zeros(0, k.shape[1], dtype=torch.float32)
     out = torch.zeros(len(masses), n_parts + 1, dtype=torch.float32, device=q.device)
     return out.index_add_(1, parts, masses)[:, :n_parts]
@@ -97,19 +97,16 @@ def _in_order(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, begin: int, end: i
     between[index[:-1] - first] = False
     gaps = torch.nonzero(between).flatten() + first
     without_sink = replace(shape, sink_logits=None)  # which the first part has counted
-    parts = probabilities(rows, k[:, gaps], positions, gaps[None].to(positions.dtype), without_sink)
+    parts = _probabilities(rows, k[:, gaps], positions, gaps[None].to(positions.dtype), without_sink)
     columns = [((p @ v[:, None, gaps].to(p.dtype)).flatten(0, 1), part_lse.flatten(0, 1)) for p, part_lse in parts]
     more, more_lse = (torch.cat(part, 1) for part in zip(*columns, strict=True))
     return lse_merge(out, lse, more, more_lse)[0]
 
 
-def probabilities(
+def _probabilities(
     q: Tensor, k: Tensor, q_pos: Tensor, k_pos: Tensor, shape: AttentionShape
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield attention (Hkv, group, rows, N) and its log-sum-exp (Hkv, group, rows), by blocks of queries.
-
-    Arguments are those of `attend_scattered`, but queries may lie before all entries.
-    """
+    """Yield (Hkv, group, rows, N) and log-sum-exp (Hkv, group, rows), by blocks of queries."""
     n_kv_heads, dtype = len(k), wide(q.dtype)
     rows = q.to(dtype).reshape(n_kv_heads, len(q) // n_kv_heads, *q.shape[1:])
     keys = k.to(dtype)[:, None].transpose(-1, -2)

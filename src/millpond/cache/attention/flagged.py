@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from millpond.cache.types import PromptChunk
+from millpond.cache.types import PromptChunk, by_position
 from millpond.kernels import ops
 from millpond.kernels.args import AttentionShape, PrefillArgs
-from millpond.kernels.eager.softmax import lse_merge
-from millpond.kernels.scattered_rows import probabilities
 from millpond.policy.view import columns_of
+
+#: Most rows of queries of one call of the kernel.
+ROWS = 64
 
 
 def attend_flagged(
@@ -20,9 +22,9 @@ def attend_flagged(
 ) -> tuple[Tensor, Tensor]:
     """Attend from new queries to the newest entries and, at any distance, to visible ones.
 
-    a_ij = m_ij exp(s_ij) / sum_j' m_ij' exp(s_ij'), where m_ij is 1 if i - j < band or j is visible, else 0. The newest
-    entries of all queries are read in the kernel of prompts, with a window; the others are gathered by head, and both
-    merge by their log-sum-exp. Where nothing is hidden, it is the plain attention to the last bit.
+    a_ij = m_ij exp(s_ij) / sum_j' m_ij' exp(s_ij'), where m_ij is 1 if i - j < band or j is visible, else 0. Visible
+    entries are gathered by head and read with the newest ones. Where nothing is hidden, it is the plain attention to
+    the last bit.
 
     Args:
         chunk: New tokens, and the entries that they attend to.
@@ -64,36 +66,57 @@ def _plain(chunk: PromptChunk, begin: int, end: int, shape: AttentionShape) -> t
 
 
 def _banded(chunk: PromptChunk, visible: Tensor, band: int, begin: int, shape: AttentionShape) -> tuple[Tensor, Tensor]:
-    """Attend from the queries behind the first `begin` to the newest entries, and to the visible ones before them."""
-    near = _plain(_newest(chunk, band, begin), begin, len(chunk.q_pos), replace(shape, window=band))
-    entries, q_pos = chunk.entries, chunk.q_pos[begin:] - band
-    far = visible & (entries.positions <= q_pos[-1])
-    if shape.window:
-        far &= entries.positions > q_pos[0] + band - shape.window
-    count = int(far.sum(1).max())
-    if not count:
-        return near
-    order = (~far).to(torch.uint8).argsort(dim=1, stable=True)[:, :count]
-    positions = torch.where(columns_of(far, order), columns_of(entries.positions, order), -1)
-    keys, values = columns_of(entries.keys, order), columns_of(entries.values, order)
-    # seen from `band` positions earlier the visible entries are those that are not newer; the sink has been counted
-    earlier = replace(shape, window=max(shape.window - band, 0), sink_logits=None)
+    """Attend from the queries behind the first `begin`, in blocks of rows that see one another.
+
+    The kernel sees a window of `band` positions. A block no higher than that hides none of its own entries, and visible
+    entries before it count as near: as the position of its first row, or as far before as the layer's window says.
+    """
+    entries, q_pos = chunk.entries, chunk.q_pos
+    n, step, own = len(q_pos), min(ROWS, band), replace(shape, window=band)
+    far = torch.where(visible & (entries.positions <= q_pos[-1] - band), entries.positions, -1)
+    order = by_position(far)[:, : int((far >= 0).sum(1).max())]
+    far, far_k, far_v = far.gather(1, order), columns_of(entries.keys, order), columns_of(entries.values, order)
+    near = _newest(chunk, visible, band, begin)
+    starts = q_pos[begin::step]
+    counts = ((far >= 0) & (far <= (starts - band)[:, None, None])).sum(-1).amax(1).tolist()
     outs, norms = [], []
-    for p, lse in probabilities(chunk.q[:, begin:], keys, q_pos, positions, earlier):
-        outs.append((p @ values.to(p.dtype)[:, None]).flatten(0, 1))
-        norms.append(lse.flatten(0, 1).float())
-    out, lse = lse_merge(near[0].to(outs[0].dtype), near[1], torch.cat(outs, 1), torch.cat(norms, 1))
-    return out.to(near[0].dtype), lse
+    for number, (place, count) in enumerate(zip(starts.tolist(), counts, strict=True)):
+        rows = slice(begin + number * step, min(begin + (number + 1) * step, n))
+        last = near.n_past + rows.start
+        first = last - band + 1 if rows.start >= band else 0
+        new = slice(first, near.n_past + rows.stop)
+        beside = near.positions[:, first:last]
+        places = torch.cat([far[:, :count].masked_fill(far[:, :count] > place - band, -1), beside], 1)
+        seen = torch.cat([places[:, :count] >= 0, near.visible[:, first:last] & (beside > place - band)], 1)
+        as_near = (places + (shape.window - band)).clamp(max=place) if shape.window else torch.full_like(places, place)
+        past = torch.where(seen, as_near, places)
+        keys = torch.cat([far_k[:, :count], near.keys[:, new]], 1)
+        values = torch.cat([far_v[:, :count], near.values[:, new]], 1)
+        before = past if past.shape[1] else None
+        out, lse, _ = ops.prefill(PrefillArgs(chunk.q[:, rows], keys, values, q_pos[rows], own, before))
+        outs.append(out)
+        norms.append(lse)
+    return torch.cat(outs, 1), torch.cat(norms, 1)
 
 
-def _newest(chunk: PromptChunk, band: int, begin: int) -> PromptChunk:
-    """Return the chunk with those stored entries alone that any query behind the first `begin` sees as new ones."""
+class _Newest(NamedTuple):
+    """The entries that are new ones to any query of a chunk, by column; those of the chunk come last."""
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    visible: Tensor
+    n_past: int  #: columns before the chunk's
+
+
+def _newest(chunk: PromptChunk, visible: Tensor, band: int, begin: int) -> _Newest:
+    """Return the newest entries for the queries behind the first `begin`."""
     entries, n = chunk.entries, len(chunk.q_pos)
     n_past = entries.positions.shape[1] - n
-    positions = entries.positions[:, :n_past]
-    near = torch.nonzero((positions > chunk.q_pos[begin] - band).any(0)).flatten()
-    if len(near) == n_past:
-        return chunk
-    columns = torch.cat([near, torch.arange(n_past, n_past + n, device=near.device)])
-    keys, values, places, scores = (t[:, columns] for t in entries[:4])
-    return chunk._replace(entries=entries._replace(keys=keys, values=values, positions=places, scores=scores))
+    near = (entries.positions[:, :n_past] > chunk.q_pos[begin] - band).any(0)
+    if bool(near.all()):
+        return _Newest(entries.keys, entries.values, entries.positions, visible, n_past)
+    past = torch.nonzero(near).flatten()
+    columns = torch.cat([past, torch.arange(n_past, n_past + n, device=past.device)])
+    keys, values, positions = (t[:, columns] for t in entries[:3])
+    return _Newest(keys, values, positions, visible[:, columns], len(past))
