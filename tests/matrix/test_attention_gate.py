@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import millpond as mp
+from millpond.cache.entries import read_write
 from millpond.engine.engine import Engine
 from millpond.engine.request import Request
 from millpond.errors import CacheMismatchError, OptionError
@@ -205,6 +206,33 @@ def test_the_engine_gives_the_tokens_of_generate(decode: str, runner: str) -> No
                 eos_token_id=None,
             )
         assert tokens(done[str(length)]) == out[0, length:].tolist(), length
+
+
+@pytest.mark.parametrize("runs", ["generate", "engine"])
+def test_no_more_is_held_than_is_kept_with_a_window_and_a_chunk(runs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prompt of 160 tokens, which a gate that acts at its end holds whole."""
+    seen: list[int] = []
+    join = read_write.join
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        found = join(*args, **kwargs)
+        seen.append(int((found.positions >= 0).sum(1).max()))
+        return found
+
+    monkeypatch.setattr(read_write, "join", watched)
+    model, options = shared_model("llama"), {**GATED, "chunk": 16, "threshold": 0.8}
+    with torch.no_grad(), mp.compress(model, METHOD, **options) as cache:
+        model(torch.tensor([prompt(160)]), cache=cache)
+        kept = max(max(h) for layer in cache.stats().stored for h in layer)
+    assert kept + 2 + 16 < 120
+    if runs == "engine":
+        seen.clear()
+        engine = Engine(model, method=METHOD, options=options, max_step_tokens=21, page_slots=4)
+        add(engine, Request(request_id="long", prompt=prompt(160), params=greedy(2, ignore_eos=True)))
+        finish(engine)
+        engine.close()
+    assert len(seen) >= 2 * 10
+    assert max(seen) <= kept + 2 + 16
 
 
 # ---------------------------------------------------------------------- errors
