@@ -99,7 +99,7 @@ def test_a_global_gate_hides_in_its_one_pass() -> None:
 
 
 def test_the_first_tokens_of_a_later_turn_see_all_that_is_stored() -> None:
-    """A question stays whole; from its 65th token on flags act, and what the first prompt left stays in sight."""
+    """A question stays whole, also where a chunk ends in it; from its 65th token on flags act."""
     gates, parts, shape = gates_of(), text(120), SHAPES["plain"]
     flags, at = flags_of(gates, 120), torch.arange(120)
     cache = make_layer_cache(policy_of(gates, chunk=8), ALL)
@@ -107,8 +107,8 @@ def test_the_first_tokens_of_a_later_turn_see_all_that_is_stored() -> None:
     stored, newest = flags | (at < 2), (at >= 27) & (at < 30)
     cache.reading = True
     outs = [
-        cache.attend(*(part[:, :, begin : begin + 15] for part in parts), None, shape)[0]
-        for begin in range(30, 120, 15)
+        cache.attend(*(part[:, :, begin : begin + 10] for part in parts), None, shape)[0]
+        for begin in range(30, 120, 10)
     ]
     row = at[:, None]
     whole = (row >= 30) & (row < 94) & (at <= row) & ((at >= 30) | (stored | newest)[:, None])
