@@ -390,6 +390,8 @@ def test_settings_that_make_no_sense() -> None:
         GateSettings(target=1.5)
     with pytest.raises(OptionError, match="teacher='others' must be self or text"):
         GateSettings(teacher="others")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="acts='turn' must be prompt or end"):
+        GateSettings(acts="turn")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="penalty=0 must be above 0"):
         DuoSettings(penalty=0)
 
@@ -471,6 +473,7 @@ def test_the_card_says_what_a_run_was(whole: tuple[Path, TrainedGates]) -> None:
         (["gate", "--out", "a.safetensors", "--data", "recall", "--target-keep", "110%"], "between 0 and 1, such as"),
         (["gate", "--out", "a.safetensors", "--data", "recall", "--target-keep", "some"], "between 0 and 1, such as"),
         (["gate", "--out", "a.safetensors", "--data", "recall", "--teacher", "selv"], "did you mean 'self'"),
+        (["gate", "--out", "a.safetensors", "--data", "recall", "--acts", "ende"], "did you mean 'end'"),
         (["gate", "--out", "a.safetensors", "--data", "recall", "--start", "no.safetensors"], "no.safetensors"),
         (["duo", "--out", "a.txt"], "name a file that ends in .json"),
         (["duo", "--out", "a.json", "--without", "passages"], "--without is of --data recall"),
