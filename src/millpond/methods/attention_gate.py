@@ -152,7 +152,10 @@ class GatePolicy(Policy):
 
 
 def _prefill(gates: Gates | None, hides: bool) -> Literal["once", "chunks"]:
-    """Return how a prompt is read: in chunks if its flags act inside it and are known behind each of them."""
+    """Return how a prompt is read.
+
+    It is read in chunks if its flags act inside it and are known behind each of them.
+    """
     return "chunks" if hides and (gates is None or gates.causal) else "once"
 
 

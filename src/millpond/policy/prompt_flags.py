@@ -11,7 +11,9 @@ from millpond.policy.protect import SHORT_TURN_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class PromptFlags:
-    """Query i of a prompt sees entry j <= i if j = i, j < sinks, i - j < window, or j is flagged.
+    """Entries that the queries of a prompt see.
+
+    Query i sees entry j <= i if j = i, j < sinks, i - j < window, or j is flagged.
 
     Attributes:
         threshold: An entry whose score is above it is flagged.

@@ -66,7 +66,7 @@ def _plain(chunk: PromptChunk, begin: int, end: int, shape: AttentionShape) -> t
 
 
 def _banded(chunk: PromptChunk, visible: Tensor, band: int, begin: int, shape: AttentionShape) -> tuple[Tensor, Tensor]:
-    """Attend from the queries behind the first `begin`, in blocks of rows that see one another.
+    """Attend from the queries behind the first `begin`, in blocks of rows.
 
     The kernel sees a window of `band` positions. A block no higher than that hides none of its own entries, and visible
     entries before it count as near: as the position of its first row, or as far before as the layer's window says.
@@ -100,7 +100,7 @@ def _banded(chunk: PromptChunk, visible: Tensor, band: int, begin: int, shape: A
 
 
 class _Newest(NamedTuple):
-    """The entries that are new ones to any query of a chunk, by column; those of the chunk come last."""
+    """Entries that are among the newest of any query of a chunk, which come last."""
 
     keys: Tensor
     values: Tensor

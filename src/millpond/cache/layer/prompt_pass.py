@@ -264,7 +264,7 @@ class PromptPass:
         return self.sequence_state.turns[sequence] if sequence in self.sequence_state.pending else int(q_pos[0])
 
     def _attend_flagged(self, chunk: PromptChunk, flags: PromptFlags) -> tuple[Tensor, Tensor]:
-        """Attend to what the flags of the entries let the queries see -> (Hq, Q, value_dim), (Hq, Q)."""
+        """Attend to what the flags let queries see -> (Hq, Q, value_dim), (Hq, Q)."""
         sequence, positions, first = chunk.sequence, chunk.entries.positions, int(chunk.q_pos[0])
         turn = self._turn(sequence, chunk.q_pos)
         visible = flags.visible(chunk.entries.scores, positions, first, turn)

@@ -169,7 +169,10 @@ class Planner:
         return fair.least(positions + 1, budgets, free - sinks - aside, window, device)
 
     def in_kept_spans(self, sequence: int, positions: Tensor) -> Tensor | None:
-        """Return the entries at `positions` (H, N) that stay in any plan, (H, N) bool; None if there are none."""
+        """Return the entries that stay in any plan, (H, N) bool; None if there are none.
+
+        positions: (H, N), of the entries.
+        """
         if not self._n_kept(sequence):
             return None
         return self._tracker.marks.kept.mask(sequence, positions, self._policy.protect.sinks)
