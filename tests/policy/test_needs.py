@@ -21,6 +21,7 @@ AT_HOME = ("policy", "methods")
 
 #: The methods that need something, and what. All others need nothing.
 STATED = {
+    "attention_gate": {"prompt_flags"},
     "fastgen": {"token_ids", "head_rules"},
     "infllm": {"whole_prompt", "block_lookup"},
     "kvzip": {"token_ids", "prompt_repeat"},

@@ -122,10 +122,11 @@ def compress(
             f"method {method!r} repeats the prompt, and takes it back after: the states of layers "
             f"{', '.join(map(str, profile.state_layers))} of this hybrid cannot go back; use another method"
         )
-    if policy.prefill == "chunks" and profile.latent is not None:
+    acts_inside = policy.prefill == "chunks" or policy.needs.prompt_flags is not None
+    if acts_inside and profile.latent is not None:
         raise UnsupportedModelError(
             f"{profile.name} expands the latents (MLA) of all that is kept in each pass, so nothing can leave inside "
-            "it; use prefill='once'"
+            f"it; use {policy.needs.whole_prompt_option}"
         )
     spec.check()
     for storage in codecs_of(spec.stored):

@@ -122,11 +122,18 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def read_later(model: PreTrainedModel, ids: Tensor, begin: int, attend: Attend) -> Tensor:
+def read_later(model: PreTrainedModel, ids: Tensor, begin: int, attend: Attend, last: int = 0) -> Tensor:
     """Return the logits of tokens ids (m,) from position `begin` on, (m, vocabulary).
 
     Gradients flow through `attend`. The weights of the model are constants. No cache is used, so `attend` determines
     all that these tokens see.
+
+    Args:
+        model: Model that reads.
+        ids: Token ids (m,).
+        begin: Position of the first one.
+        attend: Attention of each layer, see `Attend`.
+        last: Logits of that many last tokens alone; 0 for those of all.
 
     Raises:
         UnsupportedModelError: an attention that is given more than queries, keys and values, or that never came.
@@ -138,11 +145,12 @@ def read_later(model: PreTrainedModel, ids: Tensor, begin: int, attend: Attend) 
         AttentionInterface.register(NAME, _attention)
         AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
     positions = torch.arange(begin, begin + len(ids), device=model.device)
+    few = {"logits_to_keep": last} if last and "logits_to_keep" in profile.arguments else {}
     undo = switch(profile.config, NAME)
     _running.attend, _running.layer = attend, 0
     try:
         with _constant(model):
-            out = model(input_ids=ids[None].to(model.device), position_ids=positions[None], use_cache=False)
+            out = model(input_ids=ids[None].to(model.device), position_ids=positions[None], use_cache=False, **few)
         if _running.layer != profile.n_layers:
             raise UnsupportedModelError(
                 f"{profile.name} has {profile.n_layers} layers with attention, and {_running.layer} of them use "
@@ -151,7 +159,7 @@ def read_later(model: PreTrainedModel, ids: Tensor, begin: int, attend: Attend) 
     finally:
         _running.attend = None
         undo()
-    logits: Tensor = out.logits[0]
+    logits: Tensor = out.logits[0, -last:]
     return logits
 
 

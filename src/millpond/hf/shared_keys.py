@@ -28,9 +28,10 @@ def check_shared(profile: ModelProfile, policy: Policy, method: str) -> None:
             f"{subject} moves the positions of keys, which the queries of those layers would not follow; use "
             'positions="absolute"'
         )
-    if policy.prefill == "chunks":
+    if policy.prefill == "chunks" or policy.needs.prompt_flags is not None:
         raise UnsupportedModelError(
-            f"{subject} evicts while a prompt is read, before those layers have read it; use prefill='once'"
+            f"{subject} evicts while a prompt is read, before those layers have read it; use "
+            f"{policy.needs.whole_prompt_option}"
         )
     if needs.prompt_repeat is not None:
         raise UnsupportedModelError(f"{subject} repeats the prompt over one layer's keys at a time; use another method")

@@ -19,7 +19,8 @@ from millpond.policy.eviction_plan import EvictionPlan, with_rest
 from millpond.policy.head_allocation import Ada
 from millpond.policy.layer_allocation import EvenLayers
 from millpond.policy.needs import Needs
-from millpond.policy.policy import WAY_OUT, Policy
+from millpond.policy.policy import CHUNK, WAY_OUT, Policy
+from millpond.policy.prompt_flags import PromptFlags
 from millpond.policy.protect import Protect
 from millpond.policy.scores.trained import FindGates, Gated
 from millpond.policy.trained.file import gates_of
@@ -74,16 +75,21 @@ class GatePolicy(Policy):
     """Policy that drops entries which a gate did not flag once they are no longer the newest.
 
     Entries are flagged when they are written. Plans come at the end of a prompt or turn and, with every_step, whenever
-    `plan_every` entries have come in since.
+    `plan_every` entries have come in since; with prefill="chunks" behind every `chunk` positions of a prompt too.
+
+    Attributes:
+        hides: The queries of a prompt do not see entries without a flag that are not among their newest.
     """
 
+    hides: bool = False
+
     def __post_init__(self) -> None:
-        Policy.__post_init__(self)
         is_plain = isinstance(self.heads, GatedHeads) and isinstance(self.layers, EvenLayers) and not self.shared
         if not (is_plain and self.merge is None and isinstance(self.score, Gated)):
             raise OptionError("a method whose gates say what stays cannot be the score of another method")
-        if self.prefill != "once":
-            raise OptionError(f'prefill={self.prefill!r}: flags are acted on when a prompt ends; give prefill="once"')
+        if self.prefill == "chunks" and not self.hides:
+            raise OptionError('prefill="chunks" evicts inside a prompt what its queries still see; give hides=True')
+        Policy.__post_init__(self)
 
     @property
     def gates(self) -> Gates | None:
@@ -93,7 +99,14 @@ class GatePolicy(Policy):
     @property
     def needs(self) -> Needs:
         looks_ahead = self.gates is not None and not self.gates.causal
-        return Needs(whole_prompt=looks_ahead, uncut=looks_ahead)
+        return Needs(whole_prompt=looks_ahead, uncut=looks_ahead, prompt_flags=self._flags if self.hides else None)
+
+    @property
+    def _flags(self) -> PromptFlags:
+        """Which entries the queries of a prompt see."""
+        assert isinstance(self.heads, GatedHeads), "checked when the policy was made"
+        newest, chunk = self.protect.newest(UNBOUNDED), self.chunk if self.prefill == "chunks" else 0
+        return PromptFlags(self.heads.threshold, self.protect.sinks, newest, chunk)
 
     @property
     def scores_entries(self) -> bool:
@@ -110,7 +123,8 @@ class GatePolicy(Policy):
 
     def with_gates(self, find: FindGates) -> GatePolicy:
         assert isinstance(self.score, Gated), "checked when the policy was made"
-        return replace(self, score=replace(self.score, gates=find(self.score.gates)))
+        gates = find(self.score.gates)
+        return replace(self, score=replace(self.score, gates=gates), prefill=_prefill(gates, self.hides))
 
     def codec_refusal(self, codec: Codec) -> str | None:
         if codec.tiered:
@@ -137,6 +151,14 @@ class GatePolicy(Policy):
         return with_rest(counts, budget) if self.makes_room else counts.new_full(counts.shape, UNBOUNDED)
 
 
+def _prefill(gates: Gates | None, hides: bool) -> Literal["once", "chunks"]:
+    """Return how a prompt is read.
+
+    It is read in chunks if its flags act inside it and are known behind each of them.
+    """
+    return "chunks" if hides and (gates is None or gates.causal) else "once"
+
+
 @method("attention_gate", paper="arXiv:2410.12876")
 def attention_gate(
     gate: Annotated[
@@ -152,10 +174,20 @@ def attention_gate(
         Literal["evict", "grow"], "after the prompt: act on the flags of new tokens too, or grow until the next turn"
     ] = "evict",
     every: Annotated[int, "with decode=evict: new tokens from one look at the flags to the next", SOME_POSITIONS] = 16,
+    acts: Annotated[
+        Literal["prompt", "end"],
+        "flags act inside a prompt: later queries of it do not see what has none (the paper); or at its end alone",
+    ] = "prompt",
+    chunk: Annotated[int, "with acts=prompt: tokens of a prompt between two evictions", SOME_POSITIONS] = CHUNK,
 ) -> Policy:
     """Let a trained gate choose the tokens whose entries each KV head keeps.
 
     So the text determines how much is kept.
+
+    With acts="prompt" query i of a prompt sees entry j if j = i, j < sinks, i - j < window, or j is flagged:
+    a_ij = m_ij exp(s_ij) / sum_j' m_ij' exp(s_ij'). What none of the next queries sees leaves behind every `chunk`
+    tokens, so that no head holds more than it keeps, a window and a chunk; with --global, when the prompt has been
+    read. The first 64 tokens of a later turn see all that is stored. acts="end" reads a prompt in full.
 
     p = sigmoid(W2 SiLU(W1 [x; u] + b1) + b2) for each layer, one number per KV head, where x is the query, key and
     value of the token before RoPE and u an attention of a few narrow heads: causal, over those of the text so far, or
@@ -168,19 +200,22 @@ def attention_gate(
     What a gate has read, a narrow key and value of each token in 16 bits, is kept besides the entries
     (`stats().gate_bytes`), since later flags look back at it.
 
-    Departs from the paper: it hides what is evicted from the rest of the prompt; here a prompt is read in full, and
-    what has no flag leaves when it ends. The gate sees the layer's normed input through the query, key and value that
-    are made of it, and a layer of its own between attention and flag; the paper has the input and one linear map. A
-    short later turn, such as a question, stays whole. The paper's gate looks at the whole prompt: that is --global; the
-    tokens behind the prompt look back from where they stand.
+    Departs from the paper: the newest `window` positions are seen whatever their flags are, so that a prompt can be
+    read in chunks. The gate sees the layer's normed input through the query, key and value that are made of it, and a
+    layer of its own between attention and flag; the paper has the input and one linear map. A short later turn, such
+    as a question, stays whole. The paper's gate looks at the whole prompt: that is --global; the tokens behind the
+    prompt look back from where they stand.
     """
-    evicts = decode == "evict"
+    evicts, hides, gates = decode == "evict", acts == "prompt", _load(gate)
     return GatePolicy(
-        score=Gated(_load(gate)),
+        score=Gated(gates),
         protect=Protect(sinks=sinks, recent=window, grace=1 if evicts else 0),
         heads=GatedHeads(threshold, floor),
         every_step=evicts,
         plan_every=every if evicts else 1,
+        hides=hides,
+        prefill=_prefill(gates, hides),
+        chunk=chunk,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Literal, NamedTuple, Protocol
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from millpond.kernels.eager.softmax import soft_cap, softmax_with_sink, wide
+from millpond.policy.prompt_flags import PromptFlags
 from millpond.policy.protect import Protect
 from millpond.policy.token_classes import TokenClasses
 
@@ -224,6 +225,7 @@ class Needs:
         head_rules: Rule of its own for each KV head, and the queries of the prompt.
         block_lookup: Storage of everything; queries look blocks of it up.
         prompt_patterns: Storage of everything; the queries of a prompt attend to patterns of it.
+        prompt_flags: Queries of a prompt that do not see entries without a flag.
     """
 
     whole_prompt: bool = False
@@ -234,6 +236,17 @@ class Needs:
     head_rules: HeadRules | None = None
     block_lookup: BlockLookup | None = None
     prompt_patterns: PromptPatterns | None = None
+    prompt_flags: PromptFlags | None = None
+
+    @property
+    def later_text(self) -> bool:
+        """Whether nothing can leave before the rest of a prompt is read."""
+        return replace(self, prompt_flags=None) != NOTHING
+
+    @property
+    def whole_prompt_option(self) -> str:
+        """Option of methods that evict inside a prompt with which nothing leaves before its end."""
+        return "prefill='once'" if self.prompt_flags is None else "acts='end'"
 
 
 #: What most policies need.

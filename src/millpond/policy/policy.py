@@ -123,7 +123,7 @@ class Policy:
         Protect(recent=self.stabilizers)
         if self.score is None:
             raise OptionError('prefill="chunks" evicts while a prompt is read, and this policy keeps everything')
-        if self.score.queries in ("all", "window", "both") or self.needs != NOTHING or self.needs_all_layers:
+        if self.score.queries in ("all", "window", "both") or self.needs.later_text or self.needs_all_layers:
             raise OptionError(
                 'prefill="chunks" evicts before the rest of the prompt is read, and this score is made of later '
                 "queries or of the whole prompt; use locret, keydiff, knorm, lagkv or qfilters, or prefill='once'"

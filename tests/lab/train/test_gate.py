@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from millpond.policy.trained.file import gates_of
 from millpond.policy.trained.networks import LayerGate, quantiles_of
 from millpond_lab.train.duo import SAID_AGAIN, SPAN_TOKENS, DuoSettings, RepeatedSpans, train_duo
 from millpond_lab.train.gate import train as training
+from millpond_lab.train.gate import weighted_attention as weighted
 from millpond_lab.train.gate.card import write_card
 from millpond_lab.train.gate.objective import (
     TrainedGate,
@@ -31,13 +33,16 @@ from millpond_lab.train.gate.objective import (
     prediction_loss,
     pruned,
     straight_through,
-    weighted_attention,
 )
-from millpond_lab.train.gate.train import GateSettings, TrainedGates, flags_of, read_gated, train_gate
+from millpond_lab.train.gate.shares import Acts, GateJudge, flags_of, read_gated, read_inside, share_of
+from millpond_lab.train.gate.train import GateSettings, TrainedGates, train_gate
+from millpond_lab.train.gate.weighted_attention import masked_attention, weighted_attention
 from millpond_lab.train.retain.features import TextReader
+from millpond_lab.train.retain.texts import Asked
 from tests.cli.test_cli import right, wrong
 from tests.helpers.hf.families import shared_model
 from tests.helpers.matrix.models import llama
+from tests.helpers.random_heads import gates_for
 from tests.lab.train.test_retain import Random
 
 TINY = GateSettings(
@@ -121,6 +126,27 @@ def test_weights_of_zero_hide_entries(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
+def test_flags_inside_a_text_and_their_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a softmax over what each query sees, and finite differences; also in blocks of a few rows."""
+    monkeypatch.setattr(weighted, "ROWS", 4)
+    q, k, v, *_ = tokens(1, 11)
+    flags = (torch.rand(2, 11, generator=torch.Generator().manual_seed(2), dtype=torch.float64) > 0.5).double()
+    at, shape = torch.arange(11), SHAPES[name]
+    always = (at[:, None] - at < 3) | (at < 1)
+    found = masked_attention(q, k, v, flags, always, shape)
+    mask = (always | (flags > 0)[:, None]) & (at <= at[:, None]) & (at[:, None] - at < (shape.window or 12))
+    for head in range(4):
+        logits = q[head] @ k[head // 2].T * shape.scale
+        if shape.softcap:
+            logits = shape.softcap * (logits / shape.softcap).tanh()
+        terms = logits.exp() * mask[head // 2]
+        total = terms.sum(1, keepdim=True) + (0 if shape.sink_logits is None else shape.sink_logits[head].exp())
+        assert torch.allclose(found[head], terms @ v[head // 2] / total, atol=1e-12)
+    given = [part.requires_grad_() for part in (q, k, v, flags)]
+    assert torch.autograd.gradcheck(lambda *parts: masked_attention(*parts, always, shape), given)
+
+
+@pytest.mark.parametrize("name", SHAPES)
 def test_its_gradient_against_finite_differences(name: str) -> None:
     """Of hidden entries too: what they would have added."""
     weights = torch.tensor([[0.0, 1, 1, 0, 1], [1, 0, 0, 1, 0.5]], dtype=torch.float64)
@@ -190,6 +216,60 @@ def test_later_tokens_with_everything_kept_are_predicted_as_in_one_pass(family: 
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("acts", ["prompt", "end"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox", "gemma2"])
+def test_what_training_reads_is_what_the_cache_keeps(family: str, acts: Acts) -> None:
+    """The masked forward of all layers and real dropping: shares, and predictions to 1e-5 (one chunk, and several)."""
+    if acts == "end" and family in ("mistral", "gemma2"):
+        pytest.skip("without a budget nothing leaves a sliding window at a prompt's end")
+    model, ids = shared_model(family), torch.randint(5, 90, (70,), generator=torch.Generator().manual_seed(2))
+    reader, asked = TextReader(model), Asked(ids, 60)
+    gates = gates_for(model)
+    judged = GateJudge(reader, acts, 2, 3).judge(gates.layers, asked)
+    plain = reader.predict(ids, 60)
+    for chunk in (256, 16):
+        with mp.compress(model, "attention_gate", sinks=2, window=3, acts=acts, chunk=chunk) as cache, torch.no_grad():
+            model(ids[None, :60], cache=cache)
+            held = [len(head) for layer in range(len(cache.layers)) for head in cache.positions(layer)]
+            found = model(ids[None, 60:], cache=cache).logits[0]
+        assert torch.allclose(found, judged.predicted, atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(found, plain, atol=1e-3)
+        if not model.config.to_dict().get("sliding_window"):
+            assert sum(held) / len(held) / 60 == pytest.approx(share_of(judged.logits, 2, 3), abs=1e-6)
+
+
+def test_gradients_flow_through_the_attention_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finite differences of a number of the predictions in the gate of the first layer, with probabilities as flags."""
+
+    def wide(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.cat([part.double().transpose(1, 2).flatten(2) for part in (q, k, v)], -1)
+
+    monkeypatch.setattr("millpond_lab.train.retain.features.features_of", wide)
+    model, text = copy.deepcopy(shared_model("gpt_neox")).double(), Random().draw("any", 0, 0)  # its norms keep 64 bits
+    reader = TextReader(model)
+    torch.manual_seed(0)
+    gates = [TrainedGate(size.inputs, 5, size.n_kv_heads, 2, 4).double() for size in reader.sizes()]
+
+    def predicted() -> Tensor:
+        logits = read_inside(reader, text, lambda layer, x: gates[layer](x.double()).sigmoid(), 2, 3)
+        return logits.tanh().square().sum()
+
+    for gate in gates:
+        gate.b2.data.zero_()
+    predicted().backward()  # type: ignore[no-untyped-call]
+    for parameter in (gates[0].w2, gates[0].wq, gates[1].w1):
+        assert parameter.grad is not None
+        place = int(parameter.grad.abs().argmax())
+        flat, step, found = parameter.data.view(-1), 1e-6, []
+        own = float(flat[place])
+        with torch.no_grad():
+            for move in (step, -step):
+                flat[place] = own + move
+                found.append(float(predicted()))
+        flat[place] = own
+        assert float(parameter.grad.view(-1)[place]) == pytest.approx((found[0] - found[1]) / (2 * step), rel=1e-4)
+
+
 def test_a_model_of_another_layout_is_refused() -> None:
     model = llama(dtype=torch.float32)
     with pytest.raises(ValueError, match="from inside"):
@@ -226,6 +306,7 @@ def test_another_target_or_model_is_not_resumed(tmp_path: Path) -> None:
 def test_what_is_trained_is_used_and_keeps_the_target(whole: tuple[Path, TrainedGates]) -> None:
     """The cache keeps what training measured, and held-out texts the target in the mean."""
     out, result = whole
+    assert gates_of(out.read_bytes(), "it").facts["acts"] == "prompt"
     model, gates = llama(dtype=torch.float32), gates_of(out.read_bytes(), "it")
     assert gates.model == model_mark(model) == result.gates.model
     assert gates.digest == result.gates.digest
@@ -233,18 +314,13 @@ def test_what_is_trained_is_used_and_keeps_the_target(whole: tuple[Path, Trained
     assert sum(result.shares) / 3 == pytest.approx(0.5, abs=0.01)
     assert sum(map(sum, result.kept)) / 4 == pytest.approx(0.5, abs=0.01)
     asked = Random().draw("any", 0, 1)
-    prompt = TextReader(model).read_prompt(asked.ids, asked.begin)
+    judged = GateJudge(TextReader(model), "prompt", TINY.sinks, TINY.window).judge(gates.layers, asked)
     with torch.no_grad(), mp.compress(model, "attention_gate", gate=str(out), sinks=2, window=3) as cache:
         model(asked.ids[None, : asked.begin], cache=cache)
-        for layer, found in enumerate(prompt.layers):
-            gate = gates.layers[layer].to(torch.device("cpu"))
-            logits = gate.logits(found.features, *gate.take(found.features))
-            sure = (logits.sigmoid() - 0.5).abs() > 0.01  # keys of the cache are rounded to 16 bits
+        for layer, logits in enumerate(judged.logits):
             flags = flags_of(logits, TINY.sinks, TINY.window)
             for head, held in enumerate(cache.positions(layer)):
-                own = torch.zeros(asked.begin)
-                own[held] = 1
-                assert torch.equal(own[sure[head]], flags[head][sure[head]])
+                assert held == torch.nonzero(flags[head]).flatten().tolist()
 
 
 def test_training_keeps_what_changes_predictions(tmp_path: Path) -> None:
@@ -314,6 +390,8 @@ def test_settings_that_make_no_sense() -> None:
         GateSettings(target=1.5)
     with pytest.raises(OptionError, match="teacher='others' must be self or text"):
         GateSettings(teacher="others")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="acts='turn' must be prompt or end"):
+        GateSettings(acts="turn")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="penalty=0 must be above 0"):
         DuoSettings(penalty=0)
 
@@ -395,6 +473,7 @@ def test_the_card_says_what_a_run_was(whole: tuple[Path, TrainedGates]) -> None:
         (["gate", "--out", "a.safetensors", "--data", "recall", "--target-keep", "110%"], "between 0 and 1, such as"),
         (["gate", "--out", "a.safetensors", "--data", "recall", "--target-keep", "some"], "between 0 and 1, such as"),
         (["gate", "--out", "a.safetensors", "--data", "recall", "--teacher", "selv"], "did you mean 'self'"),
+        (["gate", "--out", "a.safetensors", "--data", "recall", "--acts", "ende"], "did you mean 'end'"),
         (["gate", "--out", "a.safetensors", "--data", "recall", "--start", "no.safetensors"], "no.safetensors"),
         (["duo", "--out", "a.txt"], "name a file that ends in .json"),
         (["duo", "--out", "a.json", "--without", "passages"], "--without is of --data recall"),

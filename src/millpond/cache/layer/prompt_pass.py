@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millpond.cache.attention.flagged import attend_flagged
 from millpond.cache.attention.paged import PagedAttention
 from millpond.cache.entries import read_write
 from millpond.cache.layer.decode_step import DecodeStep
@@ -22,6 +23,7 @@ from millpond.cache.types import PromptChunk
 from millpond.kernels.args import AttentionShape
 from millpond.kernels.scattered_rows import attend_scattered
 from millpond.policy.policy import REDUCE, Policy
+from millpond.policy.prompt_flags import PromptFlags
 from millpond.tiers.free_memory import give_back_after
 
 
@@ -205,10 +207,14 @@ class PromptPass:
         """Read many tokens of one sequence -> (Hq, Q, value_dim)."""
         chunked = probe is None and self.policy.prefill == "chunks"
         n, seen, chunk = len(tokens.positions), int(tokens.positions[-1]) + 1, self.policy.chunk
-        ends = range(chunk - (seen - n) % chunk, n, chunk) if chunked else ()
+        first, flags = chunk - (seen - n) % chunk, self.policy.needs.prompt_flags
+        if flags is not None:  # as long as a later turn may be a short one, nothing leaves
+            whole = flags.all_seen_until(self._turn(sequence, tokens.positions)) - (seen - n)
+            first += -(-max(whole - first, 0) // chunk) * chunk
+        ends = range(first, n, chunk) if chunked else ()
         outs = []
         for begin, end in pairwise([0, *ends, n]):
-            ends_chunk = chunked and (seen - n + end) % chunk == 0
+            ends_chunk = chunked and (seen - n + end) % chunk == 0 and end >= first
             until = seen if ends_chunk and (waits or end < n) else 0
             outs.append(self._read_piece(table, sequence, tokens.part(begin, end), waits, probe, until))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
@@ -237,7 +243,12 @@ class PromptPass:
             sequence, q, q_pos, entries, lambda: self.planner.budget(table, sequence, int(q_pos[-1]) + 1)
         )
         reduce = REDUCE[self.policy.reduce] if self.policy.observes_all else None
-        out, lse, sums = self.attention.chunk(chunk, reduce, self.policy.decay)
+        flags = self.policy.needs.prompt_flags
+        if flags is None or not flags.act_within(self.attention.shape.window):
+            out, lse, sums = self.attention.chunk(chunk, reduce, self.policy.decay)
+        else:
+            out, lse = self._attend_flagged(chunk, flags)
+            sums = None
         if probe is not None:
             met = self.attention.keys(sequence, entries)
             positions = entries.positions.expand(len(met), -1)
@@ -247,3 +258,18 @@ class PromptPass:
         else:
             self.planner.add_chunk(table, chunk, lse, sums, defer=waits, until=until)
         return out
+
+    def _turn(self, sequence: int, q_pos: Tensor) -> int:
+        """Return the position at which the turn of new tokens at q_pos (Q,) begins."""
+        return self.sequence_state.turns[sequence] if sequence in self.sequence_state.pending else int(q_pos[0])
+
+    def _attend_flagged(self, chunk: PromptChunk, flags: PromptFlags) -> tuple[Tensor, Tensor]:
+        """Attend to what the flags let queries see -> (Hq, Q, value_dim), (Hq, Q)."""
+        sequence, positions, first = chunk.sequence, chunk.entries.positions, int(chunk.q_pos[0])
+        turn = self._turn(sequence, chunk.q_pos)
+        visible = flags.visible(chunk.entries.scores, positions, first, turn)
+        kept = self.planner.in_kept_spans(sequence, positions)
+        if kept is not None:
+            visible |= kept & (positions >= 0)
+        whole = max(flags.all_seen_until(turn) - first, 0)
+        return attend_flagged(chunk, visible, flags.band, whole, self.attention.shape)

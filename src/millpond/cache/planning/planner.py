@@ -147,7 +147,9 @@ class Planner:
 
     def _nothing_to_choose(self, table: PageTable, sequence: int, seen: int) -> bool:
         """Whether all is kept, or the budget holds all that a sliding window shows."""
-        window = self._attention.shape.window
+        window, flags = self._attention.shape.window, self._policy.needs.prompt_flags
+        if flags is not None and flags.act_within(window):  # what a prompt's queries do not see leaves in a window too
+            return False
         return self._policy.keeps_all or (bool(window) and self._entries(table, sequence, seen) >= window)
 
     def least(self, table: PageTable, positions: np.ndarray, device: torch.device) -> Tensor | None:
@@ -165,6 +167,15 @@ class Planner:
         sinks = self._policy.protect.sinks
         aside = self._tracker.marks.kept.counts(np.maximum(self._tracker.seen - window + 1, sinks) if window else sinks)
         return fair.least(positions + 1, budgets, free - sinks - aside, window, device)
+
+    def in_kept_spans(self, sequence: int, positions: Tensor) -> Tensor | None:
+        """Return the entries that stay in any plan, (H, N) bool; None if there are none.
+
+        positions: (H, N), of the entries.
+        """
+        if not self._n_kept(sequence):
+            return None
+        return self._tracker.marks.kept.mask(sequence, positions, self._policy.protect.sinks)
 
     # ------------------------------------------------------------------ what comes before a plan
 
@@ -391,8 +402,7 @@ class Planner:
         Raises:
             BudgetError: they leave less of the budget than the policy protects.
         """
-        n_kept = self._n_kept(sequence)
-        aside = self._tracker.marks.kept.mask(sequence, positions, self._policy.protect.sinks) if n_kept else None
+        n_kept, aside = self._n_kept(sequence), self.in_kept_spans(sequence, positions)
         if aside is None:
             return None, 0
         least = self._policy.protect.minimum()

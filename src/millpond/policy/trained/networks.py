@@ -108,6 +108,9 @@ def rounded(score: Tensor) -> Tensor:
 WINDOW, SINKS = 16, 4
 #: The fact of a file that says how its gates look at a prompt: causal, or global.
 ATTENTION = "attention"
+#: The fact of a file that says where the flags of its gates acted in training: prompt, or end (also where it is not
+#: there).
+ACTS = "acts"
 #: What a gate remembers of the text is stored in this type.
 CONTEXT_DTYPE = torch.bfloat16
 
@@ -202,7 +205,7 @@ class LayerGate:
 
 
 class Gates(TrainedNetworks[LayerGate]):
-    """Gates of a model; facts: data, steps, seed, target, attention (causal or global)."""
+    """Gates of a model; facts: data, steps, seed, target, attention (causal or global), acts."""
 
     __slots__ = ()
 

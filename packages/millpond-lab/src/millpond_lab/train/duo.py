@@ -19,7 +19,8 @@ from millpond.hf.offline import read_later
 from millpond_lab.pond.facts import stream
 from millpond_lab.train.common.network_run import NetworkRun, RunSettings, StopLimits, checkpoint_of, cpu_threads
 from millpond_lab.train.common.progress import step_progress
-from millpond_lab.train.gate.objective import pinned_entries, prediction_loss, weighted_attention
+from millpond_lab.train.gate.objective import pinned_entries, prediction_loss
+from millpond_lab.train.gate.weighted_attention import weighted_attention
 from millpond_lab.train.retain.features import ReadPrompt, TextReader
 from millpond_lab.train.retain.texts import Asked, Texts
 

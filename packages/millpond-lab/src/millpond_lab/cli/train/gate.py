@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from millpond.policy.trained.networks import RetainingHeads
     from millpond_lab.train.gate.objective import Teacher
+    from millpond_lab.train.gate.shares import Acts
 
 #: The value of --start for the heads that come with the package.
 BUNDLED = "bundled"
@@ -46,6 +47,9 @@ def gate(
     whole: Annotated[
         bool, typer.Option("--global", help="Tokens of a prompt look at all of it, so it must be read in one pass.")
     ] = False,
+    acts: Annotated[
+        str, typer.Option(help="Flags act inside a prompt (the paper), or at its end: see attention_gate's option.")
+    ] = "prompt",
     lr: Annotated[float | None, optional(help="Highest learning rate. Default: 1e-3; 3e-4 for large models.")] = None,
     length: DataLength = "256,1024",
     without: Without = "",
@@ -58,7 +62,7 @@ def gate(
     if out.suffix != ".safetensors":
         raise OptionError(f"--out {out}: name a file that ends in .safetensors")
     target = share_of_text(target_keep)
-    chosen = _teacher(teacher)
+    chosen, where = _teacher(teacher), _acts(acts)
     loaded, tokenizer = model.load()
     texts = texts_of(data, tokenizer, length, without)
     usual, heads = defaults_of(loaded), _heads(start, loaded)
@@ -74,6 +78,7 @@ def gate(
         window=window,
         start="" if heads is None else heads.digest,
         attention="global" if whole else "causal",
+        acts=where,
     )
     result = train_gate(loaded, texts, out, settings, start=heads, max_minutes=max_minutes, threads=threads)
     if card:
@@ -104,6 +109,13 @@ def _teacher(text: str) -> Teacher:
     if text not in teachers:
         raise unknown("teacher", text, teachers)
     return teachers[text]
+
+
+def _acts(text: str) -> Acts:
+    places: dict[str, Acts] = {"prompt": "prompt", "end": "end"}
+    if text not in places:
+        raise unknown("place where flags act", text, places)
+    return places[text]
 
 
 def _heads(start: str, model: PreTrainedModel) -> RetainingHeads | None:

@@ -9,19 +9,19 @@ from typing import NamedTuple
 
 import torch
 import transformers
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from millpond.errors import DataError, OptionError
 from millpond.policy.trained.file import save_heads
-from millpond.policy.trained.networks import SINKS, WINDOW, Gates
+from millpond.policy.trained.networks import ACTS, SINKS, WINDOW, Gates, LayerGate
 from millpond_lab.markdown import one_per_line
 from millpond_lab.train.common.network_run import cpu_threads
 from millpond_lab.train.common.progress import curve_rows
 from millpond_lab.train.gate.objective import CHANGED
-from millpond_lab.train.gate.train import GateLogLine, TrainedGates, hidden_of, logits_of, share_of, shift_to
+from millpond_lab.train.gate.shares import Acts, GateJudge, share_of
+from millpond_lab.train.gate.train import GateLogLine, TrainedGates
 from millpond_lab.train.retain.features import TextReader
-from millpond_lab.train.retain.texts import Texts
+from millpond_lab.train.retain.texts import Asked, Texts
 
 #: Of the learning curve.
 COLUMNS: list[tuple[Callable[[GateLogLine], float], str]] = [
@@ -30,6 +30,11 @@ COLUMNS: list[tuple[Callable[[GateLogLine], float], str]] = [
     (lambda line: line.kept, ".1%"),
 ]
 
+#: How a prompt was read, by where flags acted.
+READS = {
+    "prompt": ", and queries of a prompt see what has a flag, sinks and the newest entries",
+    "end": " and reads each prompt in full",
+}
 CARD = """\
 # Gates of {name}
 
@@ -46,7 +51,7 @@ biases and the table of shares. Each text has questions, or its last eighth asks
 learned: measure before you rely on it.
 
 ## Training
-The model is frozen and reads each prompt in full. The tokens behind it are read with what the gates keep. Loss: {loss},
+The model is frozen{reads}. The tokens behind a prompt are read with what the gates keep. Loss: {loss},
 and {alpha:g} times the distance of the mean flag from {target:.0%}, with straight-through gradients; the first {sinks}
 and the newest {window} entries of a prompt stay and count as kept. {start}AdamW at {lr:g}, betas {betas}, {warmup:.0%}
 of the steps to rise, then linearly to zero; the norm of the gradients clipped at {clip:g}. Networks {hidden:,} wide,
@@ -98,6 +103,7 @@ def write_card(result: TrainedGates, out: Path, *, name: str, hardware: str) -> 
         hidden=settings.hidden,
         heads=settings.n_heads,
         width=settings.width,
+        reads=READS[settings.acts],
         sees="the text before a token" if settings.attention == "causal" else "the whole prompt",
         parameters=sum(p.numel() for p in run.networks.parameters()),
         changed=CHANGED,
@@ -179,31 +185,28 @@ def calibrate_gates(
     if n_texts < 1:
         raise OptionError(f"n_texts={n_texts} must be at least 1 text")
     with cpu_threads(threads):
-        reader = TextReader(model)
-        chosen = [_logits(reader, gates, texts, CHOOSE_STREAM, seed, step) for step in range(n_texts)]
-        shift = shift_to(target, chosen, sinks, window)
-        mean = sum(share_of(found, sinks, window, shift) for found in chosen) / n_texts
+        acts: Acts = "prompt" if gates.facts.get(ACTS) == "prompt" else "end"
+        judge = GateJudge(TextReader(model), acts, sinks, window)
+        chosen = [texts.draw(CHOOSE_STREAM, seed, step) for step in range(n_texts)]
+        shift = judge.shift_to(target, gates.layers, chosen)
+        mean = sum(_shares(judge, gates.layers, chosen, shift)) / n_texts
         if abs(mean - target) > MOST_APART:
             raise DataError(
                 f"the texts keep {mean:.1%} at the nearest, not {target:.0%}: the first {sinks} and the newest "
                 f"{window} entries stay; give longer texts or another target"
             )
-        check = [_logits(reader, gates, texts, CHECK_STREAM, seed, step) for step in range(n_texts)]
+        check = [texts.draw(CHECK_STREAM, seed, step) for step in range(n_texts)]
+        before, after = (_shares(judge, gates.layers, check, by) for by in (0.0, shift))
     facts = {**gates.facts, "target": f"{target:g}", "calibrated": texts.name, "shift": f"{shift:.6g}"}
     layers = [replace(gate, b2=gate.b2 + shift) for gate in gates.layers]
     moved = Gates(layers, gates.model, gates.name, facts)
     save_heads(moved, out)
-    before, after = ([share_of(found, sinks, window, by) for found in check] for by in (0.0, shift))
     return CalibratedGates(moved, shift, texts.name, target, before, after)
 
 
-@torch.no_grad()
-def _logits(reader: TextReader, gates: Gates, texts: Texts, name: str, seed: int, step: int) -> list[Tensor]:
-    """(KV heads, n) of each layer: what the gates say of one text."""
-    text = texts.draw(name, seed, step)
-    prompts = [reader.read_prompt(text.ids, text.begin)]
-    layers = [gate.to(reader.model.device) for gate in gates.layers]
-    return logits_of(layers, [hidden_of(gate, prompts, index) for index, gate in enumerate(layers)])[0]
+def _shares(judge: GateJudge, layers: Sequence[LayerGate], texts: Sequence[Asked], shift: float) -> list[float]:
+    """Shares that single texts keep with `shift` added to every bias."""
+    return [share_of(judge.judge(layers, text, shift).logits, *judge.pins, shift) for text in texts]
 
 
 SECTION = """

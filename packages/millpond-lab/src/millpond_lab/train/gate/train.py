@@ -1,8 +1,9 @@
 """Training of gates: `train_gate(model, texts, out)` on a frozen model, on a CPU or a GPU.
 
-A prompt is read once, in full and without gradients. Its later tokens, which ask, are read a second time with what the
-gates keep of the prompt; gradients flow through these few tokens alone, so that a step costs little more than the
-reading. Every step is a function of (settings, step, state), and the state lies in one checkpoint file.
+With acts="prompt" a text is read with what the flags let its queries see, in all layers, and gradients flow through all
+of its tokens. With acts="end" a prompt is read once, in full and without gradients; its later tokens, which ask, are
+read a second time with what the gates keep of the prompt, and gradients flow through these few tokens alone. Every step
+is a function of (settings, step, state), and the state lies in one checkpoint file.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from millpond.errors import CacheMismatchError, OptionError
 from millpond.hf.calibration.load import model_mark
 from millpond.hf.model_profile import ModelProfile
-from millpond.hf.offline import read_later
 from millpond.policy.trained.file import GATE, save_heads
 from millpond.policy.trained.networks import (
+    ACTS,
     ATTENTION,
     LARGE,
     SINKS,
@@ -42,10 +42,10 @@ from millpond_lab.train.gate.objective import (
     prediction_loss,
     pruned,
     straight_through,
-    weighted_attention,
 )
-from millpond_lab.train.retain.features import HeadSizes, ReadPrompt, TextReader
-from millpond_lab.train.retain.texts import Asked, Texts
+from millpond_lab.train.gate.shares import Acts, GateJudge, flags_of, read_gated, read_inside, share_of
+from millpond_lab.train.retain.features import HeadSizes, TextReader
+from millpond_lab.train.retain.texts import Texts
 from millpond_lab.train.retain.train import defaults_of as retain_defaults
 
 
@@ -59,6 +59,7 @@ class GateSettings(RunSettings):
         sinks, window: first and newest entries of a prompt that stay. clip: of the norm of all gradients.
         start: digest of the retaining heads that the gates begin with; empty: none.
         attention: what a token of a prompt looks at: causal, those before it; global, the whole prompt.
+        acts: where flags act: inside a prompt, as later queries of it do not see what has none; or at its end.
     """
 
     target: float = 0.2
@@ -72,6 +73,7 @@ class GateSettings(RunSettings):
     clip: float = 1.0
     start: str = ""
     attention: Literal["causal", "global"] = "causal"
+    acts: Acts = "prompt"
 
     def __post_init__(self) -> None:
         if not 0 < self.target < 1:
@@ -80,6 +82,8 @@ class GateSettings(RunSettings):
             raise OptionError(f"teacher={self.teacher!r} must be self or text")
         if self.attention not in ("causal", "global"):
             raise OptionError(f"attention={self.attention!r} must be causal or global")
+        if self.acts not in ("prompt", "end"):
+            raise OptionError(f"acts={self.acts!r} must be prompt or end")
 
 
 class GateLogLine(NamedTuple):
@@ -142,52 +146,6 @@ def new_run(
                 )
             gate.start_from(heads.to(torch.device("cpu")), settings.target)
     return GateRun(settings, mark, data, nn.ModuleList(gates).to(device), GateLogLine)
-
-
-#: Halvings of the interval in which the shift is looked for.
-HALVINGS = 30
-
-
-def hidden_of(gate: LayerGate, prompts: Sequence[ReadPrompt], layer: int) -> list[Tensor]:
-    """(n, hidden) of the gate of a layer, of each prompt."""
-    features = [prompt.layers[layer].features.float() for prompt in prompts]
-    return [gate.hidden(x, *gate.take(x)) for x in features]
-
-
-def logits_of(layers: Sequence[LayerGate], hidden: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """(KV heads, n) by text and layer, of what `hidden_of` found by layer and text."""
-    by_layer = [
-        [F.linear(units, gate.w2, gate.b2).T for units in own] for gate, own in zip(layers, hidden, strict=True)
-    ]
-    return [list(found) for found in zip(*by_layer, strict=True)]
-
-
-def flags_of(logits: Tensor, sinks: int, window: int) -> Tensor:
-    """(KV heads, n) 0 or 1: what is kept of a prompt, given the logits of its tokens and the entries that stay."""
-    return ((logits > 0) | pinned_entries(logits.shape[1], sinks, window, logits.device)).float()
-
-
-def share_of(logits: Sequence[Tensor], sinks: int, window: int, shift: float = 0.0) -> float:
-    """Share of the entries of one prompt that is kept with `shift` added to every bias.
-
-    Args:
-        logits: (KV heads, n) of each layer.
-    """
-    return float(torch.cat([flags_of(z + shift, sinks, window).flatten() for z in logits]).mean())
-
-
-def shift_to(target: float, logits: Sequence[Sequence[Tensor]], sinks: int, window: int) -> float:
-    """Number to add to every bias so that texts keep `target` in the mean, or as near as pinned entries let.
-
-    Args:
-        logits: (KV heads, n) by text and layer.
-    """
-    low, high = -30.0, 30.0
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        shares = [share_of(found, sinks, window, middle) for found in logits]
-        low, high = (low, middle) if sum(shares) > target * len(shares) else (middle, high)
-    return (low + high) / 2
 
 
 #: Names of the random streams: of training, and of the texts that the result is measured on.
@@ -258,28 +216,25 @@ def _step(run: GateRun, reader: TextReader, texts: Texts, checkpoint: Path) -> G
     """One step of training: one text. `time_s` is left to the caller."""
     settings = run.settings
     asked = texts.draw(TRAIN_STREAM, settings.seed, run.step)
-    prompt = reader.read_prompt(asked.ids, asked.begin)
     pinned = pinned_entries(asked.begin, settings.sinks, settings.window, reader.model.device)
-    flags = [
-        straight_through(gate(layer.features.float()), pinned)
-        for gate, layer in zip(run.networks, prompt.layers, strict=True)
-    ]
-    logits = read_gated(reader.model, asked, prompt, flags)
-    predicted = prediction_loss(logits, prompt.logits, asked.ids[asked.begin :], settings.teacher)
+    flags: list[Tensor] = []
+
+    def flag(layer: int, features: Tensor) -> Tensor:
+        flags.append(straight_through(run.networks[layer](features.float()), pinned))
+        return flags[-1]
+
+    if settings.acts == "prompt":
+        full = reader.predict(asked.ids, asked.begin)
+        logits = read_inside(reader, asked, flag, settings.sinks, settings.window)
+    else:
+        prompt = reader.read_prompt(asked.ids, asked.begin)
+        full, kept_flags = prompt.logits, [flag(index, layer.features) for index, layer in enumerate(prompt.layers)]
+        logits = read_gated(reader.model, asked, prompt, kept_flags)
+    predicted = prediction_loss(logits, full, asked.ids[asked.begin :], settings.teacher)
     loss, kept = gate_loss(predicted, flags, settings.target, settings.alpha)
     value = run.descend(loss, lambda gates: nn.utils.clip_grad_norm_(gates.parameters(), settings.clip), checkpoint)
     parts = predicted.detach(), kept.detach()
     return GateLogLine(run.step, 0.0, round(value, 5), *(round(float(part), 5) for part in parts))
-
-
-def read_gated(model: PreTrainedModel, asked: Asked, prompt: ReadPrompt, flags: list[Tensor]) -> Tensor:
-    """(m, vocabulary): predictions of the later tokens with what `flags` (KV heads, n) per layer keep of the prompt."""
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found = prompt.layers[layer]
-        return weighted_attention(q, k, v, found.keys, found.values, flags[layer], found.shape)
-
-    return read_later(model, asked.ids[asked.begin :], asked.begin, attend)
 
 
 @torch.no_grad()
@@ -288,23 +243,20 @@ def _measured(run: GateRun, reader: TextReader, texts: Texts, name: str) -> Trai
     settings = run.settings
     layers = [_as_stored(gate) for gate in run.networks]
     asked = [texts.draw(CHECK_STREAM, settings.seed, step) for step in range(settings.check_texts)]
-    prompts = [reader.read_prompt(text.ids, text.begin) for text in asked]
-    hidden = [hidden_of(gate, prompts, index) for index, gate in enumerate(layers)]
-    pins = settings.sinks, settings.window
-    shift = shift_to(settings.target, logits_of(layers, hidden), *pins)
+    judge = GateJudge(reader, settings.acts, settings.sinks, settings.window)
+    shift = judge.shift_to(settings.target, layers, asked)
     moved = [replace(gate, b2=gate.b2 + shift) for gate in layers]
+    hidden = zip(*(judge.judge(moved, text).hidden for text in asked), strict=True)
     gates = Gates([pruned(*given) for given in zip(moved, hidden, strict=True)], run.mark, name, _facts(run))
-    hidden = [hidden_of(gate, prompts, index) for index, gate in enumerate(gates.layers)]
     kept: list[Tensor] = []
     shares: list[float] = []
     same = total = 0
-    for text, prompt, found in zip(asked, prompts, logits_of(gates.layers, hidden), strict=True):
-        flags = [flags_of(logits, *pins) for logits in found]
-        kept.append(torch.stack([layer.mean(1) for layer in flags]))
-        shares.append(float(torch.cat([layer.flatten() for layer in flags]).mean()))
-        predicted = read_gated(reader.model, text, prompt, flags)
-        same += int((predicted.argmax(-1) == prompt.logits.argmax(-1)).sum())
-        total += len(predicted)
+    for text in asked:
+        found = judge.judge(gates.layers, text)
+        kept.append(torch.stack([flags_of(logits, *judge.pins).mean(1) for logits in found.logits]))
+        shares.append(share_of(found.logits, *judge.pins))
+        same += int((found.predicted.argmax(-1) == reader.predict(text.ids, text.begin).argmax(-1)).sum())
+        total += len(found.predicted)
     return TrainedGates(run, gates, shift, torch.stack(kept).mean(0).tolist(), shares, same / total)
 
 
@@ -338,4 +290,5 @@ def _facts(run: GateRun) -> dict[str, str]:
         "window": str(settings.window),
         "start": settings.start,
         ATTENTION: settings.attention,
+        ACTS: settings.acts,
     }

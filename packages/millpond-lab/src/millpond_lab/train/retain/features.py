@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -133,10 +134,19 @@ class TextReader:
 
     def sizes(self) -> list[HeadSizes]:
         """Those of every layer, learned from two tokens."""
-        found: dict[int, HeadSizes] = {}
+        return [size for size, _ in self._layers]
+
+    @property
+    def shapes(self) -> list[AttentionShape]:
+        """What the attention of every layer does besides softmax(q k / sqrt d), learned from two tokens."""
+        return [shape for _, shape in self._layers]
+
+    @cached_property
+    def _layers(self) -> list[tuple[HeadSizes, AttentionShape]]:
+        found: dict[int, tuple[HeadSizes, AttentionShape]] = {}
 
         def look(layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> None:
-            found[layer] = HeadSizes(features_of(q, k, v).shape[-1], k.shape[1])
+            found[layer] = HeadSizes(features_of(q, k, v).shape[-1], k.shape[1]), shape
 
         with _cache(self.model, None) as cache:
             cache.watch(look)
@@ -190,6 +200,16 @@ class TextReader:
             cache.watch(look)
             logits = self._run(cache, ids, len(ids), len(ids) - begin)
         return ReadPrompt([layers[layer] for layer in sorted(layers)], logits)
+
+    def predict(self, ids: Tensor, begin: int) -> Tensor:
+        """(m, vocabulary): what the model predicts of the m tokens from `begin` on; as for `read`.
+
+        Raises:
+            DataError: no token before or behind `begin`.
+        """
+        _check(ids, begin)
+        with _cache(self.model, None) as cache:
+            return self._run(cache, ids, len(ids), len(ids) - begin)
 
     def features(self, layer: int, q: Tensor, k: Tensor, v: Tensor, begin: int) -> Tensor:
         """(begin, inputs) of the first tokens of one text, given what its layer attends with in one pass."""
