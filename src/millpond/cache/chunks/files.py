@@ -181,6 +181,11 @@ class ChunkFiles:
         self._remove_left_overs()
         self.nbytes = self._look()
 
+    @property
+    def n_free(self) -> int:
+        """Bytes that nothing takes."""
+        return self.limit - self.nbytes
+
     # ------------------------------------------------------------------ reading
 
     def names(self, chunk: str) -> list[str]:
@@ -240,10 +245,13 @@ class ChunkFiles:
 
     # ------------------------------------------------------------------ writing
 
-    def write(self, variant: StoredVariant, use: ChunkUse) -> bool:
-        """Write a variant; return False if it cannot be written, and then leave nothing of it."""
+    def write(self, variant: StoredVariant, use: ChunkUse, evicts: bool = True) -> bool:
+        """Write a variant, evicting others for it if `evicts`.
+
+        False if it cannot be written; then nothing of it is left.
+        """
         data = serialized(variant, self._shape.mark)
-        if len(data) > self.limit:
+        if len(data) > (self.limit if evicts else self.n_free):
             return False
         key = VariantKey(variant.facts.chunk, variant.facts.name)
         path = self._path(key)

@@ -14,6 +14,7 @@ from millpond.cache.types import RotaryEmbedding
 from millpond.engine.chunks.loaded import LoadedChunks
 from millpond.kernels.args import AttentionShape
 from millpond.kernels.scattered_rows import attention_to_parts
+from millpond.policy.reuse import filled_sums
 
 #: Rotary embedding of the keys of each layer; None for a layer that does not turn them.
 Rotations = list[RotaryEmbedding | None]
@@ -38,7 +39,7 @@ class ReusedChunk:
 
 @dataclass(slots=True)
 class ComputedChunk:
-    """A chunk that is computed in full, for the store.
+    """A chunk that is computed for the store, in full or in part.
 
     Attributes:
         begin: Index of its first token.
@@ -49,7 +50,9 @@ class ComputedChunk:
         before: Keys of the parts before it -> their tokens.
         parts: Part of each token of the prompt, (tokens of the prompt,) int64: its number in `before`, len(before) for
             the chunk itself, and one more for tokens that count for none.
-        sums: Attention of its tokens, summed over layers, (n, parts) float32.
+        sums: Attention of its computed tokens, summed over layers, (n, parts) float32.
+        base: Variant that the tokens come from that are not computed; None: all are.
+        computed: Whether each of its tokens is computed, (n,) bool; all True without a base.
         keys: Keys per layer, in pieces.
         values: Values per layer, in pieces.
     """
@@ -62,13 +65,18 @@ class ComputedChunk:
     before: dict[str, int]
     parts: Tensor
     sums: Tensor
+    base: StoredVariant | None = None
+    computed: Tensor = field(default_factory=lambda: torch.ones(1, dtype=torch.bool))
     keys: list[list[Tensor]] = field(default_factory=list)
     values: list[list[Tensor]] = field(default_factory=list)
 
     def variant(self) -> ChunkVariant:
         """Return the variant that the store keeps, when all of the chunk was computed."""
         keys, values = ([torch.cat(pieces, 1) for pieces in part] for part in (self.keys, self.values))
-        return variant_of(self.chunk, self.prefix, self.exact, self.before, self.sums / len(keys), keys, values)
+        sums = self.sums / len(keys)
+        if self.base is not None:
+            sums = filled_sums(sums, self.computed, self.base.scores)
+        return variant_of(self.chunk, self.prefix, self.exact, self.before, sums, keys, values)
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +86,7 @@ class PromptBlend:
     Attributes:
         computed: Whether each token is computed, (tokens,) bool.
         reused: Chunks with a variant.
-        kept: Chunks that are computed for the store.
+        kept: Chunks that are computed for the store, in full or in part.
         exact: Whether all reused chunks are as a full computation would give them.
         rotations: Rotary embeddings of the layers.
         store: Store of the chunks, in which they stay until `release`.
@@ -131,7 +139,7 @@ class PromptBlend:
     def finish(self) -> None:
         """Give the store the chunks that were computed for it: the prompt is read."""
         for chunk in self.kept:
-            self.store.put(chunk.variant(), private=self.private)
+            self.store.put(chunk.variant(), private=self.private, replaces=chunk.base is None)
         self.release()
 
     def release(self) -> None:
@@ -186,6 +194,8 @@ class BlendedSpan:
         rows = self.rows + self.begin
         for kept in self.kept:
             chunk_rows = torch.nonzero((rows >= kept.begin) & (rows < kept.end)).flatten()
+            if not len(chunk_rows):
+                continue
             positions_of_rows = rows[chunk_rows]
             parts = kept.parts[positions[0].long().cpu()].to(q.device)  # all heads hold the same before a plan
             attention = attention_to_parts(
@@ -217,5 +227,11 @@ class BlendedSpan:
         if layer == len(kept.keys):
             kept.keys.append([])
             kept.values.append([])
-        kept.keys[layer].append(self._turned(layer, keys[:, in_span], begin, inverse=True).to(keys.dtype).cpu())
-        kept.values[layer].append(values[:, in_span].cpu().clone())
+        new_keys = self._turned(layer, keys[:, in_span], begin, inverse=True).to(keys.dtype).cpu()
+        new_values = values[:, in_span].cpu().clone()
+        if kept.base is not None:
+            in_chunk = slice(begin - kept.begin, end - kept.begin)
+            computed = kept.computed[in_chunk, None]
+            new_keys = torch.where(computed, new_keys, kept.base.keys(layer)[:, in_chunk].to(keys.dtype))
+        kept.keys[layer].append(new_keys)
+        kept.values[layer].append(new_values)

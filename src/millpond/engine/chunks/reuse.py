@@ -135,11 +135,16 @@ class ChunkReuse:
         source: ChunkSource = StoreSource(self.store) if loaded is None else loaded
         for span, choice in self._choices(ids, spans, options, salt, source):
             if choice is not None:
+                keep = choice.keep and all(chunk.chunk != choice.key for chunk in kept)
                 if choice.variant is None:
-                    if choice.keep and all(chunk.chunk != choice.key for chunk in kept):
+                    if keep:
                         kept.append(_to_keep(ids, span, choice.key, choice.prefix, exact, before, spans))
                 else:
                     exact = exact and choice.same and self.store.exact
+                    if keep:
+                        kept.append(
+                            _to_keep(ids, span, choice.key, choice.prefix, False, before, spans, choice.variant)
+                        )
                     picked = _picked(options.pick, choice.variant, span.begin, choice.share, choice.prefix, deviation)
                     computed[span.begin : span.end] = False
                     computed[span.begin + picked.numpy()] = True
@@ -148,6 +153,8 @@ class ChunkReuse:
         if reused and not (reused[0].begin == 0 and reused[0].variant.facts.prefix == ids_key(())):
             computed[0] = True
         computed[len(ids) - max(1, window) :] = True
+        for chunk in kept:
+            chunk.computed = torch.from_numpy(computed[chunk.begin : chunk.end].copy())
         return PromptBlend(
             computed, reused, kept, exact, self._rotations, self.store, private=salt is not None, loaded=loaded
         )
@@ -216,7 +223,11 @@ class ChunkReuse:
                 return _Choice(own, prefix, None, keep=True)
             variant = source.take(facts, share, use)
             if variant is not None:
-                return _Choice(own, prefix, variant, share, same)
+                n_own, is_private = sum(other.chunk == own for other in variants), len(keys) > 1
+                keep = recompute == "auto" and self.store.takes_further(
+                    share, n_own, variant.facts.n_tokens, private=is_private
+                )
+                return _Choice(own, prefix, variant, share, same, keep)
         source.missed()
         return _Choice(own, prefix, None, keep=True)
 
@@ -230,7 +241,7 @@ class _Choice(NamedTuple):
         variant: Variant that it takes; None: it is computed.
         share: Share of its tokens that is computed again.
         same: Whether the variant was computed in just this context, in full.
-        keep: Whether the store shall have what is computed.
+        keep: Whether the store shall have what is computed, in full or in part.
     """
 
     key: str
@@ -249,8 +260,9 @@ def _to_keep(
     exact: bool,
     before: dict[str, int],
     spans: Sequence[PromptSpan],
+    base: StoredVariant | None = None,
 ) -> ComputedChunk:
-    """Return a chunk that is computed for the store.
+    """Return a chunk that is computed for the store; with a base in part, the rest coming from there.
 
     The first token of a prompt counts for no part: most tokens attend to it, whatever it is.
     """
@@ -263,7 +275,7 @@ def _to_keep(
     if span.begin:
         parts[0] = len(before) + 1
     sums = torch.zeros(span.end - span.begin, len(before) + 1)
-    return ComputedChunk(span.begin, span.end, key, prefix, exact, dict(before), parts, sums)
+    return ComputedChunk(span.begin, span.end, key, prefix, exact, dict(before), parts, sums, base)
 
 
 def _picked(
