@@ -59,6 +59,11 @@ def test_a_kept_variant_is_what_its_prompt_computed() -> None:
     assert blended.completions[0].kv.recomputed_tokens > again.completions[0].kv.recomputed_tokens
     assert close(again, blended), "the same numbers, without computing them"
     assert not again.completions[0].kv.exact
+    base, kept = sorted(of.config.chunk_store.find(ids_key(A)), key=lambda facts: not facts.exact)
+    scores = [of.config.chunk_store.take(facts, 0.0).scores for facts in (base, kept)]
+    as_before = torch.isclose(*scores, rtol=1e-4).sum()
+    assert len(A) - as_before <= blended.completions[0].kv.recomputed_tokens, "the others count with what they have"
+    assert 0 < kept.impact < 1
     of.close()
 
 

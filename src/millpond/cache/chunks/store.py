@@ -36,6 +36,7 @@ class ChunkStoreStats:
         read_failures: Counter of files that could not be read.
         load_failures: Counter of requests whose chunks could not be loaded for another reason; they were computed.
         not_finite: Counter of variants with numbers that the format of the store cannot hold; they were not kept.
+        left_out: Counter of tokens that layers left out since their chunk was out of focus, once for each layer.
     """
 
     memory_bytes: int
@@ -52,6 +53,7 @@ class ChunkStoreStats:
     read_failures: int
     load_failures: int
     not_finite: int
+    left_out: int
 
 
 class ChunkStore:
@@ -70,6 +72,10 @@ class ChunkStore:
             that are computed in full.
         alpha: Factor on the share of a chunk that is computed again with recompute="auto" (CFO), above 0. CCI is below
             1, so that 0.17 gives at most 17 % of a chunk; the value of the paper is not known.
+        focus: Layers for which the chunks that the question attends to must stay the same; tokens of other chunks are
+            not computed again in deeper layers then. 0: all are, in all layers.
+        coverage: Share of the question's attention to chunks that those in focus have, above 0, at most 1: the fewest
+            chunks that have more of it, summed over the layers so far.
         dtype: Dtype of keys and values at rest, in memory and in files: "auto" (that of the model), "float32", "bf16",
             "int8" or "int4". One that is narrower than the model's makes every reuse an approximation.
         rule: Paging rule ("lru", "craft", "learned") that chooses the variants to evict from a full tier, as of
@@ -97,6 +103,8 @@ class ChunkStore:
         variants: int = 4,
         keep_above: float = 0.05,
         alpha: float = 0.17,
+        focus: int = 0,
+        coverage: float = 0.5,
         dtype: str = "auto",
         rule: str = "lru",
         pager: str | os.PathLike[str] | None = None,
@@ -111,6 +119,11 @@ class ChunkStore:
         if not keep_above >= 0:
             raise OptionError(f"keep_above={keep_above} must be a CFO, from 0 to 1; 1 keeps no chunk computed in part")
         self.variants, self.keep_above, self.alpha, self.dtype = variants, keep_above, alpha, check_rest(dtype)
+        if focus < 0:
+            raise OptionError(f"focus={focus} must be a number of layers, or 0 for none")
+        if not 0 < coverage <= 1:
+            raise OptionError(f"coverage={coverage} must be a share above 0, at most 1")
+        self.focus, self.coverage = focus, coverage
         self.rule, self._pager = rule, pager
         self._counts: Counter[str] = Counter()
         self._memory = MemoryTier(self.memory, self._new_rule())
@@ -269,6 +282,11 @@ class ChunkStore:
         with self._lock:
             self._counts["load_failures"] += 1
 
+    def left_out(self, n: int) -> None:
+        """Count tokens that layers left out, each once for each layer."""
+        with self._lock:
+            self._counts["left_out"] += n
+
     def missed(self) -> None:
         """Count a chunk without a variant."""
         with self._lock:
@@ -328,5 +346,5 @@ class ChunkStore:
                 disk_evicted=files["evicted"],
                 **{name: files[name] for name in ("torn", "foreign", "write_failures", "read_failures")},
                 **{name: counts[name] for name in ("memory_hits", "disk_hits", "misses", "stored")},
-                **{name: counts[name] for name in ("load_failures", "not_finite")},
+                **{name: counts[name] for name in ("load_failures", "not_finite", "left_out")},
             )

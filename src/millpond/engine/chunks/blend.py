@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from millpond.cache.chunks.store import ChunkStore
 from millpond.cache.chunks.variant import ChunkVariant, StoredVariant, variant_of
 from millpond.cache.types import RotaryEmbedding
+from millpond.engine.chunks.focus import Focus
 from millpond.engine.chunks.loaded import LoadedChunks
 from millpond.kernels.args import AttentionShape
 from millpond.kernels.scattered_rows import attention_to_parts
@@ -55,6 +56,7 @@ class ComputedChunk:
         computed: Whether each of its tokens is computed, (n,) bool; all True without a base.
         keys: Keys per layer, in pieces.
         values: Values per layer, in pieces.
+        is_whole: Whether its computed tokens were computed in all layers, so that it may be kept.
     """
 
     begin: int
@@ -69,6 +71,7 @@ class ComputedChunk:
     computed: Tensor = field(default_factory=lambda: torch.ones(1, dtype=torch.bool))
     keys: list[list[Tensor]] = field(default_factory=list)
     values: list[list[Tensor]] = field(default_factory=list)
+    is_whole: bool = True
 
     def variant(self) -> ChunkVariant:
         """Return the variant that the store keeps, when all of the chunk was computed."""
@@ -92,6 +95,7 @@ class PromptBlend:
         store: Store of the chunks, in which they stay until `release`.
         private: Whether what is stored is for the memory of this process alone.
         loaded: Chunks that were read for the prompt before it began.
+        chunks: (begin, end) of all chunks of the prompt.
     """
 
     computed: np.ndarray
@@ -102,6 +106,7 @@ class PromptBlend:
     store: ChunkStore
     private: bool = False
     loaded: LoadedChunks | None = None
+    chunks: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for chunk in self.reused:
@@ -134,11 +139,21 @@ class PromptBlend:
             return None
         reused = [chunk for chunk in self.reused if chunk.begin < end and begin < chunk.end]
         rows = torch.from_numpy(np.flatnonzero(self.computed[begin:end]))
-        return BlendedSpan(begin, end - begin, rows, reused, kept, self.rotations)
+        focus = self._focus() if reused and end == len(self.computed) else None
+        return BlendedSpan(begin, end - begin, rows, reused, kept, self.rotations, focus, self.store)
+
+    def _focus(self) -> Focus | None:
+        """Return the focus of the question, if tokens out of it are left out."""
+        if not self.store.focus or len(self.chunks) < 2:
+            return None
+        question = min(self.chunks[-1][1], len(self.computed) - 1)
+        return Focus(self.chunks, question, self.store.focus, self.store.coverage)
 
     def finish(self) -> None:
         """Give the store the chunks that were computed for it: the prompt is read."""
         for chunk in self.kept:
+            if not chunk.is_whole:
+                continue
             self.store.put(chunk.variant(), private=self.private, replaces=chunk.base is None)
         self.release()
 
@@ -163,6 +178,8 @@ class BlendedSpan:
         reused: Reused chunks that reach into the span.
         kept: Chunks that are computed for the store and reach into the span.
         rotations: Rotary embeddings of the layers.
+        focus: Focus of the prompt's question, if it is in the span and other chunks' tokens shall be left out.
+        store: Store of the chunks, which counts these.
     """
 
     begin: int
@@ -171,6 +188,8 @@ class BlendedSpan:
     reused: list[ReusedChunk]
     kept: list[ComputedChunk]
     rotations: Rotations
+    focus: Focus | None = None
+    store: ChunkStore | None = None
 
     def complete(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Complete keys and values, see `PartialSpan.complete`; record those for the store."""
@@ -192,6 +211,8 @@ class BlendedSpan:
     def observe(self, layer: int, q: Tensor, keys: Tensor, positions: Tensor, shape: AttentionShape) -> None:
         """Sum the attention of chunks that are computed for the store, see `PartialSpan.observe`."""
         rows = self.rows + self.begin
+        if self.focus is not None:
+            self.focus.observe(rows, q, keys, positions, shape)
         for kept in self.kept:
             chunk_rows = torch.nonzero((rows >= kept.begin) & (rows < kept.end)).flatten()
             if not len(chunk_rows):
@@ -208,6 +229,28 @@ class BlendedSpan:
                 kept.sums.shape[1],
             )
             kept.sums[positions_of_rows - kept.begin] += attention.cpu()
+
+    def narrow(self, layer: int) -> tuple[BlendedSpan, Tensor] | None:
+        """Leave the tokens of chunks out of focus out, once it is stable; see `PartialSpan.narrow`.
+
+        The first token of the prompt stays, since all tokens attend to it. In deeper layers the others have the keys and
+        values of their variants, so a chunk of which tokens are left out is not kept as a variant of its own.
+        """
+        if self.focus is None or not self.focus.is_stable:
+            return None
+        rows = self.rows + self.begin
+        out = torch.zeros(len(rows), dtype=torch.bool)
+        for chunk in self.reused:
+            if self.focus.leaves_out(chunk.begin):
+                out |= (rows >= max(chunk.begin, 1)) & (rows < min(chunk.end, self.focus.question))
+        kept = []
+        for part in self.kept:
+            part.is_whole &= not bool((out & (rows >= part.begin) & (rows < part.end)).any())
+            kept += [part] if part.is_whole else []
+        if self.store is not None:
+            self.store.left_out(int(out.sum()) * (len(self.rotations) - 1 - layer))
+        stay = torch.nonzero(~out).flatten()
+        return replace(self, rows=self.rows[stay], kept=kept, focus=None), stay
 
     def _turned(self, layer: int, keys: Tensor, begin: int, inverse: bool = False) -> Tensor:
         """Return keys (Hkv, n, key_dim) turned to the positions from `begin` on, or back.

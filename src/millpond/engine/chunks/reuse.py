@@ -56,6 +56,11 @@ class ChunkReuse:
 
     def __init__(self, store: ChunkStore, model: PackedModel, mark: str) -> None:
         self.store, self._model = store, model
+        if store.focus and model.runner != "lean":
+            raise UnsupportedModelError(
+                f"focus={store.focus} leaves tokens out of deeper layers, which takes a model that runs without its "
+                "modules; leave focus out"
+            )
         self._rotations = _rotations(model)
         layers = tuple((layer.n_kv_heads, layer.key_dim, layer.value_dim) for layer in model.layers)
         store.bind(StoredShape(mark, model.dtype, layers))
@@ -156,7 +161,15 @@ class ChunkReuse:
         for chunk in kept:
             chunk.computed = torch.from_numpy(computed[chunk.begin : chunk.end].copy())
         return PromptBlend(
-            computed, reused, kept, exact, self._rotations, self.store, private=salt is not None, loaded=loaded
+            computed,
+            reused,
+            kept,
+            exact,
+            self._rotations,
+            self.store,
+            private=salt is not None,
+            loaded=loaded,
+            chunks=[(span.begin, span.end) for span in spans if span.is_chunk],
         )
 
     def load(
