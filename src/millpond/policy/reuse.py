@@ -93,6 +93,21 @@ def recompute_share(impact: float, overlap: float, alpha: float) -> float:
     return min(max(alpha * impact * (1 - overlap), 0.0), 1.0)
 
 
+def layers_before_start(n_layers: int, compute_s: float, load_s: float) -> int:
+    """Return after how many layers are in a prompt may begin, so that it waits for none of the others.
+
+    L_p = ceil((L - 1) (1 - t_compute / t_load)) + 1, and 1 where a layer is computed for longer than it is loaded.
+
+    Args:
+        n_layers: L, the layers of the model.
+        compute_s: Seconds that a layer is computed, t_compute.
+        load_s: Seconds that a layer is loaded, t_load.
+    """
+    if compute_s >= load_s:
+        return 1
+    return math.ceil((n_layers - 1) * (1 - compute_s / load_s)) + 1
+
+
 def filled_sums(sums: Tensor, computed: Tensor, scores: Tensor) -> Tensor:
     """Return the attention of all tokens of a chunk of which only some were computed, (n, parts + 1) float32.
 

@@ -10,6 +10,7 @@ from threading import RLock
 
 from millpond.budget import parse_bytes
 from millpond.cache.chunks.files import ChunkFiles
+from millpond.cache.chunks.layered import LayeredVariant
 from millpond.cache.chunks.tiers import ChunkUse, MemoryTier, VariantKey
 from millpond.cache.chunks.variant import ChunkVariant, StoredShape, StoredVariant, VariantFacts, check_rest
 from millpond.cache.paging.choose import rule_named
@@ -224,6 +225,28 @@ class ChunkStore:
                 self._memory.hold(variant, use)
                 self._add_worth(facts, use)
         return variant
+
+    def open_layers(self, facts: VariantFacts, share: float, use: ChunkUse) -> LayeredVariant | None:
+        """Return a variant of a file whose layers `read_layer` reads, see `take`."""
+        if self._files is None:
+            return None
+        assert self._shape is not None, "a store is bound before it is used"
+        use = use._replace(share=share)
+        reader = self._files.open_layers(VariantKey(facts.chunk, facts.name), use)
+        if reader is None:
+            return None
+        with self._lock:
+            self._counts["disk_hits"] += 1
+            self._add_worth(facts, use)
+        return LayeredVariant(reader, self._shape, use)
+
+    def read_layer(self, variant: LayeredVariant, layer: int) -> None:
+        """Read the next layer of a variant; a bad one is lost with its file, and a whole variant is held in memory."""
+        assert self._files is not None, "of a file"
+        variant.add(self._files.read_layer(variant.key, variant.reader, layer))
+        if variant.is_whole:
+            with self._lock:
+                self._memory.hold(variant.stored(), variant.use)
 
     def take_held(self, facts: VariantFacts, share: float, use: ChunkUse) -> StoredVariant | None:
         """See `take`; None if it is not in memory."""

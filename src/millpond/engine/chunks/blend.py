@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millpond.cache.chunks.layered import LayeredVariant
 from millpond.cache.chunks.store import ChunkStore
-from millpond.cache.chunks.variant import ChunkVariant, StoredVariant, variant_of
+from millpond.cache.chunks.variant import ChunkVariant, ReadableVariant, variant_of
 from millpond.cache.types import RotaryEmbedding
 from millpond.engine.chunks.focus import Focus
 from millpond.engine.chunks.loaded import LoadedChunks
@@ -31,7 +32,7 @@ class ReusedChunk:
     """
 
     begin: int
-    variant: StoredVariant
+    variant: ReadableVariant
 
     @property
     def end(self) -> int:
@@ -67,7 +68,7 @@ class ComputedChunk:
     before: dict[str, int]
     parts: Tensor
     sums: Tensor
-    base: StoredVariant | None = None
+    base: ReadableVariant | None = None
     computed: Tensor = field(default_factory=lambda: torch.ones(1, dtype=torch.bool))
     keys: list[list[Tensor]] = field(default_factory=list)
     values: list[list[Tensor]] = field(default_factory=list)
@@ -126,6 +127,12 @@ class PromptBlend:
     def tainted(self) -> bool:
         """Whether some tokens come from the store, so that none of its pages counts as computed."""
         return not bool(self.computed.all())
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether layers of some chunks are still being read."""
+        variants = [chunk.variant for chunk in self.reused]
+        return any(isinstance(variant, LayeredVariant) and not variant.is_whole for variant in variants)
 
     def reach(self, begin: int, n: int) -> int:
         """Return how many tokens from `begin` a pass takes that computes at most n, at least one."""
@@ -233,8 +240,8 @@ class BlendedSpan:
     def narrow(self, layer: int) -> tuple[BlendedSpan, Tensor] | None:
         """Leave the tokens of chunks out of focus out, once it is stable; see `PartialSpan.narrow`.
 
-        The first token of the prompt stays, since all tokens attend to it. In deeper layers the others have the keys and
-        values of their variants, so a chunk of which tokens are left out is not kept as a variant of its own.
+        The first token of the prompt stays, since all tokens attend to it. In deeper layers the others have the keys
+        and values of their variants, so a chunk of which tokens are left out is not kept as a variant of its own.
         """
         if self.focus is None or not self.focus.is_stable:
             return None

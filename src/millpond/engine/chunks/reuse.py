@@ -12,7 +12,7 @@ from torch import Tensor
 
 from millpond.cache.chunks.store import ChunkStore
 from millpond.cache.chunks.tiers import ChunkUse
-from millpond.cache.chunks.variant import StoredShape, StoredVariant, ids_key, salted
+from millpond.cache.chunks.variant import ReadableVariant, StoredShape, ids_key, salted
 from millpond.cache.types import RotaryEmbedding
 from millpond.engine.chunks.blend import ComputedChunk, PromptBlend, ReusedChunk, Rotations
 from millpond.engine.chunks.loaded import ChunkSource, LoadedChunks, LoadingSource, StoreSource
@@ -29,8 +29,10 @@ from millpond.policy.reuse import Pick, Recompute, pick_tokens
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import PackedModel
 
+#: Weight of a new pass in the mean of the seconds that a token takes.
+_NEW_SHARE = 0.25
 #: deviation(begin, variant) -> (n,): distance of the keys of a chunk from those of this prompt.
-Deviation = Callable[[int, StoredVariant], Tensor]
+Deviation = Callable[[int, ReadableVariant], Tensor]
 
 
 def model_mark(model: Any, weights: str | None) -> str:
@@ -48,14 +50,19 @@ class ChunkReuse:
         store: The store.
         model: The model.
         mark: Mark of the model, see `model_mark`.
+        max_rows: Most tokens of a pass.
+
+    Attributes:
+        row_s: Seconds that a pass took for each token lately; 0: none was measured.
 
     Raises:
         UnsupportedModelError: keys of this model cannot be moved; the message says why.
         OptionError: the store is another model's.
     """
 
-    def __init__(self, store: ChunkStore, model: PackedModel, mark: str) -> None:
-        self.store, self._model = store, model
+    def __init__(self, store: ChunkStore, model: PackedModel, mark: str, max_rows: int = 1 << 20) -> None:
+        self.store, self._model, self.max_rows = store, model, max_rows
+        self.row_s = 0.0
         if store.focus and model.runner != "lean":
             raise UnsupportedModelError(
                 f"focus={store.focus} leaves tokens out of deeper layers, which takes a model that runs without its "
@@ -183,6 +190,8 @@ class ChunkReuse:
     ) -> None:
         """Read the variants that `begin` would choose now, from any thread.
 
+        The prompt may begin before all of their layers are in, see `LoadingSource.read_layers`.
+
         Args:
             ids: Tokens of the prompt, (n,) int64.
             spans: Parts of the prompt.
@@ -191,9 +200,24 @@ class ChunkReuse:
             loaded: Filled with the variants.
             is_wanted: Whether to continue, called after each chunk.
         """
-        for _ in self._choices(ids, spans, options, salt, LoadingSource(self.store, loaded)):
-            if not is_wanted():
-                return
+        source = LoadingSource(self.store, loaded)
+        n_computed = len(ids)
+        try:
+            for span, choice in self._choices(ids, spans, options, salt, source):
+                if choice is not None and choice.variant is not None:
+                    n_computed -= int((1 - choice.share) * (span.end - span.begin))
+                if not is_wanted():
+                    return
+            n_layers = len(self._model.layers)
+            compute_s = self.row_s * min(n_computed, self.max_rows) / n_layers
+            source.read_layers(n_layers, compute_s, is_wanted)
+        finally:
+            source.close()
+
+    def passed(self, n_rows: int, seconds: float) -> None:
+        """Record how long a pass took that waited for no layer of a chunk."""
+        took = seconds / max(n_rows, 1)
+        self.row_s = took if not self.row_s else self.row_s + _NEW_SHARE * (took - self.row_s)
 
     def _choices(
         self, ids: np.ndarray, spans: Sequence[PromptSpan], options: CacheOptions, salt: str | None, source: ChunkSource
@@ -259,7 +283,7 @@ class _Choice(NamedTuple):
 
     key: str
     prefix: str
-    variant: StoredVariant | None
+    variant: ReadableVariant | None
     share: float = 1.0
     same: bool = False
     keep: bool = False
@@ -273,7 +297,7 @@ def _to_keep(
     exact: bool,
     before: dict[str, int],
     spans: Sequence[PromptSpan],
-    base: StoredVariant | None = None,
+    base: ReadableVariant | None = None,
 ) -> ComputedChunk:
     """Return a chunk that is computed for the store; with a base in part, the rest coming from there.
 
@@ -292,7 +316,7 @@ def _to_keep(
 
 
 def _picked(
-    pick: Pick, variant: StoredVariant, begin: int, share: float, prefix: str, deviation: Deviation | None
+    pick: Pick, variant: ReadableVariant, begin: int, share: float, prefix: str, deviation: Deviation | None
 ) -> Tensor:
     """Return the tokens of a chunk that are computed again, (n,) int64."""
     n = variant.facts.n_tokens
@@ -317,7 +341,7 @@ class _Deviation:
         self._rotary = rotations[1]
         self._keys = model.keys_of_second_layer(torch.from_numpy(ids).to(model.device))  # (Hkv, n, key_dim)
 
-    def __call__(self, begin: int, variant: StoredVariant) -> Tensor:
+    def __call__(self, begin: int, variant: ReadableVariant) -> Tensor:
         old = variant.keys(1).to(self._keys.device)
         positions = torch.arange(begin, begin + old.shape[1], device=old.device)
         if self._rotary is not None:
