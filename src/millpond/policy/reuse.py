@@ -94,7 +94,7 @@ def recompute_share(impact: float, overlap: float, alpha: float) -> float:
 
 
 def layers_before_start(n_layers: int, compute_s: float, load_s: float) -> int:
-    """Return after how many layers are in a prompt may begin, so that it waits for none of the others.
+    """Return how many layers must be in before a prompt begins, to wait for no other.
 
     L_p = ceil((L - 1) (1 - t_compute / t_load)) + 1, and 1 where a layer is computed for longer than it is loaded.
 
@@ -109,7 +109,7 @@ def layers_before_start(n_layers: int, compute_s: float, load_s: float) -> int:
 
 
 def filled_sums(sums: Tensor, computed: Tensor, scores: Tensor) -> Tensor:
-    """Return the attention of all tokens of a chunk of which only some were computed, (n, parts + 1) float32.
+    """Return the attention of all tokens of a chunk of which some were computed.
 
     Args:
         sums: (n, parts + 1) attention of each token to each earlier part and, last, to the chunk itself; what stands
@@ -119,6 +119,9 @@ def filled_sums(sums: Tensor, computed: Tensor, scores: Tensor) -> Tensor:
 
     A token that was not computed has no queries here. It counts with its attention to the parts of old, divided among
     those of today as that of the computed tokens is, and with the mean of their attention to the chunk itself.
+
+    Returns:
+        (n, parts + 1) float32.
     """
     mean = sums[computed].mean(0)
     to_parts = mean[:-1]

@@ -100,9 +100,9 @@ class SegmentedAttention:
         return torch.cat(outs)
 
     def narrow(self, index: int) -> Tensor | None:
-        """Return which rows of the pass go on behind layer `index`, (n,) int64, ascending, on the host; None: all.
+        """Return which rows of the pass go on behind layer `index`; None: all.
 
-        The segments hold these rows alone from then on.
+        The segments hold these rows alone from then on. They are (n,) int64, ascending, on the host.
         """
         if not self._partial:
             return None

@@ -98,7 +98,10 @@ class ChunkFiles:
         return variant
 
     def open_layers(self, key: VariantKey, use: ChunkUse) -> LayerReader | None:
-        """Return a reader of a variant's layers, for a prompt; None for a missing or bad file, which is removed."""
+        """Return a reader of a variant's layers, for a prompt.
+
+        None for a missing or bad file, which is removed.
+        """
         reader = self._guarded(key, lambda path: LayerReader(path, self._shape, key.chunk))
         if reader is not None:
             self._note_use(key, use)

@@ -241,7 +241,10 @@ class ChunkStore:
         return LayeredVariant(reader, self._shape, use)
 
     def read_layer(self, variant: LayeredVariant, layer: int) -> None:
-        """Read the next layer of a variant; a bad one is lost with its file, and a whole variant is held in memory."""
+        """Read the next layer of a variant.
+
+        A bad one is lost with its file; a variant that is whole is held in memory.
+        """
         assert self._files is not None, "of a file"
         variant.add(self._files.read_layer(variant.key, variant.reader, layer))
         if variant.is_whole:
@@ -284,7 +287,7 @@ class ChunkStore:
         return self._shape.nbytes(n_tokens)
 
     def takes_further(self, share: float, n_variants: int, n_tokens: int, *, private: bool) -> bool:
-        """Return whether a chunk that is computed in part is worth keeping as a further variant, and there is room.
+        """Return whether a chunk that is computed in part is kept as a further variant.
 
         Args:
             share: CFO of the variant that the rest comes from.

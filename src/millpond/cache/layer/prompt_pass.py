@@ -52,7 +52,7 @@ class PartialSpan(Protocol):
         ...
 
     def narrow(self, layer: int) -> tuple[PartialSpan, Tensor] | None:
-        """Return the span with fewer computed tokens behind layer `layer`; None: it has the same ones.
+        """Return the span with fewer computed tokens behind a layer; None: with the same.
 
         Returns:
             The span of the deeper layers, and which of today's `rows` are computed there: (n,) int64, ascending, on the

@@ -16,9 +16,10 @@ _MOST = (1 << 32) - 2
 
 
 class SummedGain(RankedRule):
-    """Ranks pages by f, the sum of `PageFacts.gain` over their accesses since they came, then by the last one.
+    """Ranks pages by f, the sum of `PageFacts.gain` over their accesses.
 
-    A chunk of which the share CFO is computed again adds 1 / CFO; whatever is computed in full adds 1.
+    Accesses count since the page came, and of equal ones the last decides. A chunk of which the share CFO is computed
+    again adds 1 / CFO; whatever is computed in full adds 1.
     """
 
     name = "craft"
@@ -42,5 +43,8 @@ class SummedGain(RankedRule):
 
 @paging_rule("craft")
 def craft() -> PagingRule:
-    """Evict the chunk with the least f, to which each use adds 1 / CFO; of several the one used longest ago."""
+    """Evict the chunk with the least f, to which each use adds 1 / CFO.
+
+    Of several the one that was used longest ago is evicted.
+    """
     return SummedGain()

@@ -238,10 +238,11 @@ class BlendedSpan:
             kept.sums[positions_of_rows - kept.begin] += attention.cpu()
 
     def narrow(self, layer: int) -> tuple[BlendedSpan, Tensor] | None:
-        """Leave the tokens of chunks out of focus out, once it is stable; see `PartialSpan.narrow`.
+        """Leave tokens of chunks out of focus out, once it is stable.
 
-        The first token of the prompt stays, since all tokens attend to it. In deeper layers the others have the keys
-        and values of their variants, so a chunk of which tokens are left out is not kept as a variant of its own.
+        See `PartialSpan.narrow`.         The first token of the prompt stays, since all tokens attend to it. In deeper
+        layers the others have the keys and values of their variants, so a chunk of which tokens are left out is not
+        kept as a variant of its own.
         """
         if self.focus is None or not self.focus.is_stable:
             return None

@@ -299,9 +299,10 @@ def _to_keep(
     spans: Sequence[PromptSpan],
     base: ReadableVariant | None = None,
 ) -> ComputedChunk:
-    """Return a chunk that is computed for the store; with a base in part, the rest coming from there.
+    """Return a chunk that is computed for the store.
 
-    The first token of a prompt counts for no part: most tokens attend to it, whatever it is.
+    With a base it is computed in part, and the rest comes from there. The first token of a prompt counts for no part:
+    most tokens attend to it, whatever it is.
     """
     numbers = {part: number for number, part in enumerate(before)}
     parts = torch.full((len(ids),), len(before) + 1)

@@ -91,7 +91,7 @@ def tune_alpha(
     question: int = 32,
     seed: int = 0,
 ) -> AlphaFit:
-    """Return the alpha that keeps prompts of stored chunks within a KL divergence of the same prompts without a store.
+    """Return the least alpha that keeps prompts of stored chunks near plain ones.
 
     A prompt is some of the texts in random order, and as its question the begin of a further one.
 
@@ -155,7 +155,10 @@ def _drawn(
 def _log_probabilities(
     parts: Components, ids: np.ndarray, spans: list[PromptSpan], options: CacheOptions
 ) -> tuple[Tensor, float]:
-    """Return the log probabilities (tokens, vocabulary) after the question, and the share of the chunks computed."""
+    """Return the log probabilities of a question, and the share of chunks computed.
+
+    The former are (tokens, vocabulary).
+    """
     reuse: ChunkReuse | None = parts.chunk_reuse
     assert reuse is not None, "checked by the caller"
     n_question = len(ids) - spans[-1].begin
