@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from millpond.cache.chunks import files
+from millpond.cache.chunks.file_format import seal_of
 from millpond.cache.chunks.files import list_files
 from millpond.cache.chunks.store import ChunkStore
 from millpond.cache.chunks.variant import ChunkVariant, StoredShape, StoredVariant, VariantFacts, ids_key
@@ -124,7 +125,7 @@ def test_sealed_facts_of_another_form_are_foreign(tmp_path: Path, change: dict[s
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dictionary)
     about["facts"] |= change
     text = json.dumps(about)
-    path.write_bytes(save(tensors, {"about": text, "seal": files._seal(text)}))
+    path.write_bytes(save(tensors, {"about": text, "seal": seal_of(text)}))
     assert taken(store, variant().facts.chunk) == []
     assert store.stats().foreign == 1
 

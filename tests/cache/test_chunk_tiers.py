@@ -75,6 +75,48 @@ def test_the_rule_decides_in_both_tiers(tier: str, rule: str, stays: bool, tmp_p
     assert evicted == 2
 
 
+def test_craft_keeps_what_was_worth_most_to_its_uses() -> None:
+    store = store_of(memory=2 * SIZE, rule="craft")
+    for number, shares in ((0, (0.1,)), (1, (1.0, 0.5, 0.9))):  # f = 1 + 10, and 1 + 1 + 2 + 1.1 of more, later uses
+        store.put(variant(number))
+        (facts,) = store.find(variant(number).facts.chunk)
+        for share in shares:
+            assert store.take(facts, share) is not None
+    store.put(variant(2))
+    assert held(store, 3) == [0, 2], "neither the oldest nor the least used, but the least saving"
+    store.put(variant(3))
+    assert held(store, 4) == [0, 3], "f of both new ones is 1"
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_a_further_variant_evicts_nothing(tier: str, tmp_path: Path) -> None:
+    store_of(tmp_path / "one").put(variant(1))
+    size = file_of(tmp_path / "one").stat().st_size
+    limits = {"memory": 2 * SIZE} if tier == "memory" else {"memory": 1, "disk": int(2.5 * size)}
+    store = store_of(None if tier == "memory" else tmp_path / "store", **limits)
+    store.put(variant(0))
+    assert store.takes_further(0.1, 1, 2, private=False)
+    store.put(variant(0, "1" * 64), replaces=False)
+    assert tier == "disk" or not store.takes_further(0.1, 1, 2, private=False), "full"
+    store.put(variant(0, "2" * 64), replaces=False)
+    assert len(store.find(variant(0).facts.chunk)) == 2
+    assert store.stats().stored == 2
+    store.put(variant(1))
+    assert held(store, 2) == [0, 1]
+    assert len(store.find(variant(0).facts.chunk)) == 1, "what is computed in full takes its place"
+
+
+def test_when_a_further_variant_is_kept() -> None:
+    store = store_of(memory=9 * SIZE, variants=3, keep_above=0.1)
+    cases = {(0.2, 2): True, (0.2, 3): False, (0.1, 1): False, (0.11, 1): True}
+    assert {case: store.takes_further(*case, 2, private=True) for case in cases} == cases
+    store_of(variants=3, keep_above=1)
+    with pytest.raises(OptionError, match="keep_above=-1 must be a CFO"):
+        ChunkStore(None, keep_above=-1)
+    with pytest.raises(OptionError, match="keep_above=nan must be a CFO"):
+        ChunkStore(None, keep_above=float("nan"))
+
+
 def test_what_all_prompts_use_leaves_no_room() -> None:
     store = store_of(memory=2 * SIZE)
     for number in (0, 1):

@@ -38,6 +38,17 @@ def test_a_folder_of_chunks(tmp_path: Path) -> None:
     assert run("ls", folder)[0] == 2
 
 
+def test_alpha_is_fitted_to_texts(tmp_path: Path) -> None:
+    files = [tmp_path / f"{who}.txt" for who in ("anna", "peter", "maria")]
+    for file in files:
+        file.write_text(f"{file.stem} kettle " + "quiet rain past meadow and old stone " * 3)
+    options = ("--model", "pond-recall", "--prompts", 1, "--chunks", 2, "--question", 4)
+    code, said = run("tune-alpha", *files, "--kl", 0.5, *options)
+    assert (code, "of chunks computed" in said, "ChunkStore(alpha=" in said) == (0, True, True)
+    code, said = run("tune-alpha", *files[:2], *options)
+    assert (code, "need more than 2 texts" in said) == (2, True)
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     assert "is no chunk store" in run("ls", tmp_path / "nothing")[1]
     assert "give either keys of chunks" in run("rm", tmp_path)[1]

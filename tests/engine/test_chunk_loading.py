@@ -30,7 +30,7 @@ def chunked(*parts: tuple[int, ...]) -> mp.Prompt:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReadGate]:
-    with read_gate(monkeypatch, ChunkFiles, "millpond-chunks") as found:
+    with read_gate(monkeypatch, ChunkFiles, "millpond-chunks", "open_layers") as found:
         yield found
 
 

@@ -65,6 +65,51 @@ def add(
     )
 
 
+@app.command("tune-alpha")
+def tune_alpha(
+    files: Annotated[list[Path], typer.Argument(help="Text files; each is a chunk.", show_default=False)],
+    model: ModelName = "pond-text",
+    kl: Annotated[float, typer.Option("--kl", help="KL divergence from plain prompts, in nats, at most.")] = 0.05,
+    paragraphs: Annotated[bool, typer.Option("--paragraphs", help="Each paragraph of a file is a chunk.")] = False,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts to measure.")] = 12,
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks of each.")] = 4,
+    question: Annotated[int, typer.Option(min=1, help="Tokens of each question, at most.")] = 32,
+    chunk_dtype: ChunkDtype = "auto",
+    dtype: DtypeName = "auto",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the draw of chunks.")] = 0,
+    threads: Threads = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Find the least alpha with which prompts of stored texts answer as plain prompts do, within a KL divergence."""
+    texts = [text for file in files for text in _texts(file, paragraphs)]
+    from millpond.cache.chunks.store import ChunkStore
+    from millpond.engine.llm import LLM
+
+    requested_dtype = None if dtype == "auto" else dtype
+    with (
+        LLM(
+            model,
+            method="full",
+            chunk_store=ChunkStore(None, memory="16GiB", dtype=chunk_dtype, keep_above=1),
+            dtype=requested_dtype,
+            threads=threads,
+            trust_remote_code=trust_remote_code,
+        ) as llm,
+        working(f"reading prompts of {len(texts)} chunks"),
+    ):
+        fit = llm.tune_alpha(texts, kl, prompts=prompts, chunks=chunks, question=question, seed=seed)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("alpha", "KL, nats", "of chunks computed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for trial in fit.trials:
+        table.add_row(f"{trial.alpha:.3g}", f"{max(trial.kl, 0.0):.4f}", f"{trial.share:.1%}")
+    output().print(table)
+    output().print(
+        f"alpha {fit.best.alpha:.3g}: ChunkStore(alpha={fit.best.alpha:.3g}) or --chunk-alpha {fit.best.alpha:.3g}",
+        highlight=False,
+    )
+
+
 @app.command("ls")
 def ls(folder: Folder) -> None:
     """List the variants of each chunk: tokens, bytes, how many parts stood before it, and its CCI."""

@@ -62,6 +62,7 @@ class EngineChoice(OptionGroup):
         "deterministic",
         "chunk_dtype",
         "chunk_rule",
+        "chunk_alpha",
         "cache_dir",
         "cache_disk",
         "trust_remote_code",
@@ -81,6 +82,9 @@ class EngineChoice(OptionGroup):
     chunk_rule: Annotated[
         str, typer.Option(metavar="RULE", help="Which chunks leave full tiers: a rule as of --prefix-cache.")
     ] = "lru"
+    chunk_alpha: Annotated[
+        float, typer.Option(help="Factor on what is computed again of chunks, see `millpond chunks tune-alpha`.")
+    ] = 0.17
 
     def as_arguments(self) -> dict[str, Any]:
         """Return fields of `EngineConfig`.
@@ -115,8 +119,9 @@ class EngineChoice(OptionGroup):
                 disk=self.chunk_disk,
                 dtype=self.chunk_dtype,
                 rule=self.chunk_rule,
+                alpha=self.chunk_alpha,
             )
-        if given := self.given & {"chunk_memory", "chunk_disk", "chunk_dtype", "chunk_rule"}:
+        if given := self.given & {"chunk_memory", "chunk_disk", "chunk_dtype", "chunk_rule", "chunk_alpha"}:
             raise OptionError(f"--{min(given).replace('_', '-')} needs --chunk-store")
         return None
 

@@ -234,7 +234,7 @@ def _chunk_reuse(
     """Return the chunk store with its model, and the loads of its files if it has a folder."""
     if config.chunk_store is None or mark is None:
         return None, None
-    reuse = ChunkReuse(config.chunk_store, model, mark)
+    reuse = ChunkReuse(config.chunk_store, model, mark, config.max_step_tokens)
     if config.chunk_store.folder is None:
         return reuse, None
     loads = FileLoads(ChunkLoadSource(reuse))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from millpond.cache.chunks.layered import LostLayerError
 from millpond.engine.components import Components
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.request_state import Incident, RequestState, Suspicion
@@ -123,7 +124,8 @@ class FaultIsolation:
             self._shared_prefixes.release(shared_prefix)
         states = [state for state in states if state.completions]
         unfinished = [state for state in states if state.unfinished]
-        if len(unfinished) == 1 and not shared_prefixes:
+        at_fault = not isinstance(error, LostLayerError)  # which a prompt without the bad file does not meet again
+        if len(unfinished) == 1 and not shared_prefixes and at_fault:
             unfinished[0].fail(error)
             self.fatal = self._all_failed(unfinished[0])
         elif unfinished:

@@ -18,9 +18,11 @@ class Loaded(Protocol):
 
     Attributes:
         on_release: Called once, by `release`.
+        on_ready: Called once at most, by what loads, where the request may begin before all is loaded.
     """
 
     on_release: Callable[[], None] | None
+    on_ready: Callable[[], None] | None
 
     @property
     def nbytes(self) -> int:
@@ -208,14 +210,24 @@ class FileLoader(Generic[T]):
         while (entry := self._next()) is not None:
             name, order = entry
             loaded = self._empty()
+            loaded.on_ready = partial(self._make_ready, name, loaded)
             self._guarded(partial(order.load, loaded, partial(self._is_wanted, name)))
             with self._changed:
                 is_wanted = self._is_wanted(name)
-                if is_wanted:
+                if is_wanted and loaded.on_ready is not None:
                     self._finish(name, loaded)
+                loaded.on_ready = None
                 self._changed.notify_all()
             if not is_wanted:
                 loaded.release()
+
+    def _make_ready(self, name: str, loaded: T) -> None:
+        """Let a request begin, though more is loaded for it."""
+        with self._changed:
+            if self._is_wanted(name):
+                self._finish(name, loaded)
+                loaded.on_ready = None
+                self._changed.notify_all()
 
     def _is_wanted(self, name: str) -> bool:
         return name in self._charged and not self._closing

@@ -13,6 +13,7 @@ import torch
 
 from millpond.engine.batch_plan import BatchPlan
 from millpond.engine.chunks.prompt import Chunk, Prompt
+from millpond.engine.chunks.tune import AlphaFit, tune_alpha
 from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
 from millpond.engine.offload.open import Placement, folder_of
@@ -237,6 +238,47 @@ class LLM:
             return text
         n = sum(len(self.tokenizer(part)["input_ids"]) for part in (text, chunk))
         return text if n < context else ""
+
+    def tune_alpha(
+        self,
+        texts: Sequence[str],
+        bound: float,
+        *,
+        prompts: int = 12,
+        chunks: int = 4,
+        question: int = 32,
+        seed: int = 0,
+    ) -> AlphaFit:
+        """Fit the `alpha` of a chunk store to a bound on the KL divergence from plain prompts.
+
+        The engine's store is filled with the texts, see `store_chunks`. A prompt is some of them in random order, and
+        as its question the begin of a further one.
+
+        Args:
+            texts: Texts of the chunks, more than `chunks`.
+            bound: Largest mean KL divergence over the tokens of the questions, in nats, above 0.
+            prompts: Prompts to measure.
+            chunks: Chunks of each.
+            question: Tokens of each question, at most.
+            seed: Seed of the draw.
+
+        Returns:
+            The least alpha that keeps to the bound, and all trials. The store keeps the alpha that it has.
+
+        Raises:
+            OptionError: there is no chunk store, too few texts, a bound that cannot be kept, or texts that do not fit.
+        """
+        store = self.engine.config.chunk_store
+        if store is None:
+            raise OptionError("alpha is that of a chunk store, and this engine has none; open it with chunk_store=")
+        self.store_chunks(texts)
+        alpha = store.alpha
+        try:
+            return tune_alpha(
+                self.engine._parts, texts, bound, prompts=prompts, chunks=chunks, question=question, seed=seed
+            )
+        finally:
+            store.alpha = alpha
 
     def stats(self) -> EngineStats:
         """Return the figures of the engine, see `Engine.stats`."""

@@ -119,7 +119,7 @@ class StepExecutor:
     def __init__(self, parts: Components) -> None:
         self._counts, self._tokenizer, self._requests = parts.counts, parts.tokenizer, parts.requests
         self._model, self._scheduler, self._sampler = parts.model, parts.scheduler, parts.sampler
-        self._prefix_cache = parts.prefix_cache
+        self._prefix_cache, self._chunk_reuse = parts.prefix_cache, parts.chunk_reuse
         self._prompt_end = PromptEnd(parts)
 
     def run(self, groups: list[DecodeGroup], reading: list[tuple[RequestState, int]]) -> list[RequestState]:
@@ -140,7 +140,13 @@ class StepExecutor:
         reading, segments = [(state, n) for state, n, _ in begun], [part for _, _, part in begun]
         if not groups and not segments:
             return ended_states
+        began = time.perf_counter()
+        waits = any(state.blend is not None and state.blend.is_loading for state, _ in reading)
         logits = run(self._model, groups, segments)
+        if self._chunk_reuse is not None and segments and not waits:
+            n_rows = sum(len(segment.computed) for segment in segments)
+            n_rows += sum(len(group.completions) for group in groups)
+            self._chunk_reuse.passed(n_rows, time.perf_counter() - began)
         lost_states = self._fail_lost(groups, reading)
         ended_states += lost_states
         completions: list[CompletionState] = []

@@ -93,6 +93,42 @@ def recompute_share(impact: float, overlap: float, alpha: float) -> float:
     return min(max(alpha * impact * (1 - overlap), 0.0), 1.0)
 
 
+def layers_before_start(n_layers: int, compute_s: float, load_s: float) -> int:
+    """Return how many layers must be in before a prompt begins, to wait for no other.
+
+    L_p = ceil((L - 1) (1 - t_compute / t_load)) + 1, and 1 where a layer is computed for longer than it is loaded.
+
+    Args:
+        n_layers: L, the layers of the model.
+        compute_s: Seconds that a layer is computed, t_compute.
+        load_s: Seconds that a layer is loaded, t_load.
+    """
+    if compute_s >= load_s:
+        return 1
+    return math.ceil((n_layers - 1) * (1 - compute_s / load_s)) + 1
+
+
+def filled_sums(sums: Tensor, computed: Tensor, scores: Tensor) -> Tensor:
+    """Return the attention of all tokens of a chunk of which some were computed.
+
+    Args:
+        sums: (n, parts + 1) attention of each token to each earlier part and, last, to the chunk itself; what stands
+            in the rows of other tokens does not count.
+        computed: (n,) bool, the tokens that were computed, at least one.
+        scores: (n,) attention of each token to the parts before the variant that the others come from.
+
+    A token that was not computed has no queries here. It counts with its attention to the parts of old, divided among
+    those of today as that of the computed tokens is, and with the mean of their attention to the chunk itself.
+
+    Returns:
+        (n, parts + 1) float32.
+    """
+    mean = sums[computed].mean(0)
+    to_parts = mean[:-1]
+    rest = torch.cat([scores[:, None] * to_parts / to_parts.sum().clamp(min=1e-30), mean[-1:].expand(len(sums), 1)], 1)
+    return torch.where(computed[:, None], sums, rest)
+
+
 def pick_tokens(pick: Pick, scores: Tensor | None, n: int, share: float, seed: int = 0) -> Tensor:
     """Return the tokens to compute again: ceil(share * n) numbers below n, int64, ascending.
 

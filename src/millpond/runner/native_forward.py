@@ -261,7 +261,7 @@ class NativeForward:
         fused = layers is not None or (self._graph is not None and len(rows) == len(ids))
         steps = split.steps(self._shapes, changes_basis=layers is None) if fused else None
         if steps is None:
-            return self._decoder.forward(ids, positions, self._by_rows(split.rows), rows)
+            return self._decoder.forward(ids, positions, self._by_rows(split.rows), rows, split.narrow)
         if layers is not None:
             logits, lse = self._decoder.step(ids, positions, layers, steps.regions())
         else:

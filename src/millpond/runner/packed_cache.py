@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +87,7 @@ class SegmentedAttention:
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = segments
         self._growth = _growth(segments)
+        self._partial = any(segment.partial is not None for segment in segments)
 
     def rows(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
         """Return attention (T, Hq, value_dim) of q (T, Hq, D) to k and v (T, H, D)."""
@@ -97,6 +98,27 @@ class SegmentedAttention:
             for n, s in enumerate(self.segments)
         ]
         return torch.cat(outs)
+
+    def narrow(self, index: int) -> Tensor | None:
+        """Return which rows of the pass go on behind layer `index`; None: all.
+
+        The segments hold these rows alone from then on. They are (n,) int64, ascending, on the host.
+        """
+        if not self._partial:
+            return None
+        fewer = [None if segment.partial is None else segment.partial.narrow(index) for segment in self.segments]
+        if not any(fewer):
+            return None
+        segments: list[Segment] = []
+        stay: list[Tensor] = []
+        begin = 0
+        for segment, narrowed in zip(self.segments, fewer, strict=True):
+            partial, rows = narrowed or (segment.partial, torch.arange(segment.end - segment.begin))
+            stay.append(segment.begin + rows)
+            segments.append(replace(segment, begin=begin, end=begin + len(rows), partial=partial))
+            begin += len(rows)
+        self.segments = segments
+        return torch.cat(stay)
 
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
         """Return attention (1, Hq, T, value_dim) of q (1, Hq, T, D) to k and v (1, H, T, D)."""

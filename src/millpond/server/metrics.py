@@ -128,6 +128,7 @@ def _of_chunks(stats: ChunkStoreStats) -> Iterator[Metric]:
         "foreign_files": ("Files of another model or format.", stats.foreign),
         "write_failures": ("Files of chunks that the disk did not take.", stats.write_failures),
         "read_failures": ("Files of chunks that the disk did not give.", stats.read_failures),
+        "left_out_rows": ("Tokens of chunks out of focus that layers left out, by layer.", stats.left_out),
         "load_failures": ("Requests whose chunks could not be loaded, and were computed.", stats.load_failures),
         "not_finite": ("Variants with numbers that the store's format cannot hold.", stats.not_finite),
     }

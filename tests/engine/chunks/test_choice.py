@@ -11,6 +11,7 @@ from millpond.cache.chunks.store import ChunkStore
 from millpond.cache.chunks.tiers import ChunkUse
 from millpond.cache.chunks.variant import VariantFacts
 from millpond.engine.chunks.reuse import ChunkReuse
+from tests.cache.test_chunk_files import SHAPE
 
 #: Parts that stand before the chunk in the prompt that asks.
 BEFORE = ["a", "b"]
@@ -49,6 +50,7 @@ EXACT = variant("here", ("c",), 0.9, exact=True)
 def choose(source: Source, recompute: Any = "auto", prefix: str = "elsewhere", alpha: float = 1.0) -> Any:
     reuse: Any = ChunkReuse.__new__(ChunkReuse)
     reuse.store = ChunkStore(None, alpha=alpha)
+    reuse.store.bind(SHAPE)
     return reuse._choose("chunk", {"chunk"}, prefix, BEFORE, recompute, source, ChunkUse(0, 0, 1))
 
 
@@ -68,6 +70,7 @@ def test_where_that_cannot_be_read_the_next_one_is() -> None:
     assert [prefix for prefix, _ in source.taken] == ["all", "half"]
     assert choice.variant.facts is HALF
     assert choice.share == pytest.approx(0.3)
+    assert choice.keep, "its CFO is above 0.05: what is blended is kept"
     assert source.misses == 0
     source = Source([NONE, HALF], gone=("half", "none"))
     assert choose(source).variant is None

@@ -39,13 +39,13 @@ def test_auto_computes_what_the_context_asks_for() -> None:
     of = engine(store=ChunkStore(None, alpha=1.0))
     for name in ("ab", "cba"):
         ask(of, PROMPTS[name])
-    found = ask(of, PROMPTS["ba"]).completions[0].kv
     store = of.config.chunk_store
     expected, before = 0, [ids_key(LEAD)]
     for ids in (B, A):
         shares = [facts.share(ids_key(()), before, 1.0) for facts in store.find(ids_key(ids))]
         expected += int(np.ceil(min(shares) * len(ids)))
         before.append(ids_key(ids))
+    found = ask(of, PROMPTS["ba"]).completions[0].kv
     assert 0 < found.recomputed_tokens == expected < len(A) + len(B)
     of.close()
 

@@ -28,9 +28,9 @@ class ReadGate:
 
 
 @contextmanager
-def read_gate(monkeypatch: pytest.MonkeyPatch, files: type, thread: str) -> Iterator[ReadGate]:
-    """A gate before `read` of a class of files, which is opened in the end."""
+def read_gate(monkeypatch: pytest.MonkeyPatch, files: type, thread: str, method: str = "read") -> Iterator[ReadGate]:
+    """A gate before a method of a class of files, which is opened in the end."""
     found = ReadGate(thread)
-    monkeypatch.setattr(files, "read", found(files.read))  # type: ignore[attr-defined]
+    monkeypatch.setattr(files, method, found(getattr(files, method)))
     yield found
     found.open.set()

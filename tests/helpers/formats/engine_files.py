@@ -11,8 +11,9 @@ from typing import Any
 
 import millpond as mp
 from millpond.budget import Budget
-from millpond.cache.chunks.files import content as chunk_content
-from millpond.cache.chunks.files import mark_of, serialized
+from millpond.cache.chunks.file_format import content as chunk_content
+from millpond.cache.chunks.file_format import serialized
+from millpond.cache.chunks.files import mark_of
 from millpond.cache.chunks.variant import StoredVariant
 from millpond.engine.offload.plan import save_plan
 from millpond.engine.offload.planner import EXAMPLE

@@ -14,7 +14,7 @@ RULES = PAGING.names()
 
 
 def test_the_rules() -> None:
-    assert list_paging_rules() == ["belady", "learned", "lfu", "lru", "mark0", "mark_predict", "marker"]
+    assert list_paging_rules() == ["belady", "craft", "learned", "lfu", "lru", "mark0", "mark_predict", "marker"]
     assert all(PAGING.get(name)().name == name for name in RULES)
 
 

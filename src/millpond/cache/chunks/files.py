@@ -1,146 +1,33 @@
-"""Disk tier of a chunk store: one file per variant, verified at reading, and listed without the model.
-
-A file is safetensors. Its header holds the format, the mark of the model, the facts of the variant, and a checksum
-of each tensor, all under a checksum of their own.
-"""
+"""Disk tier of a chunk store: one file per variant, verified at reading, and listed without the model."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
 from millpond.cache.atomic_files import PART, publish, remove_file, write_part
+from millpond.cache.chunks.file_format import (
+    FORMAT,
+    ForeignFileError,
+    LayerReader,
+    TornFileError,
+    content,
+    header,
+    serialized,
+)
 from millpond.cache.chunks.tiers import ChunkUse, TierRule, VariantKey
 from millpond.cache.chunks.variant import StoredShape, StoredVariant, VariantFacts
 from millpond.cache.paging.rule import PagingRule
 from millpond.errors import DataError, OptionError
-from millpond.typed_json import as_type
-
-#: Name of the format of the files, and of the file that names the model of a folder.
-FORMAT = "millpond-chunk-1"
-#: Bytes of the longest header that is read.
-MAX_HEADER = 16 << 20
-
-
-class TornFileError(DataError):
-    """A file that is cut or not as it was written."""
-
-
-class ForeignFileError(DataError):
-    """A file of another model, format or chunk."""
-
-
-def serialized(variant: StoredVariant, mark: str) -> bytes:
-    """Return the bytes of the file of a variant."""
-    tensors = {name: t.contiguous() for name, t in variant.tensors.items()}
-    sums = {name: _checksum(name, t) for name, t in tensors.items()}
-    about = json.dumps({"format": FORMAT, "mark": mark, "facts": asdict(variant.facts), "tensors": sums})
-    return save(tensors, {"about": about, "seal": _seal(about)})
-
-
-def header(path: Path, mark: str, chunk: str) -> VariantFacts:
-    """Return the facts in the header of a file.
-
-    Raises:
-        TornFileError: it is not as it was written.
-        ForeignFileError: it is of another model or chunk.
-        OSError: it is missing.
-    """
-    with path.open("rb") as file:
-        first = file.read(8)
-        return _facts(_parse(first + file.read(min(int.from_bytes(first, "little"), MAX_HEADER))), mark, chunk)
-
-
-def content(path: Path, mark: str, chunk: str) -> tuple[VariantFacts, dict[str, Tensor]]:
-    """Return the facts and tensors of a file, verified.
-
-    The file is read at once, so that one that is cut later harms nothing.
-
-    Raises:
-        TornFileError, ForeignFileError, OSError: as `header`.
-    """
-    data = path.read_bytes()
-    about = _parse(data)
-    facts = _facts(about, mark, chunk)
-    try:
-        tensors = load(data)
-    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise TornFileError(f"{path.name} cannot be read: {error}") from error
-    if set(tensors) != set(about["tensors"]):
-        raise TornFileError(f"{path.name} holds other tensors than it says")
-    for name, tensor in tensors.items():
-        if _checksum(name, tensor) != about["tensors"][name]:
-            raise TornFileError(f"{path.name}: {name} is not as it was written")
-    return facts, tensors
-
-
-def _facts(about: dict[str, Any], mark: str, chunk: str) -> VariantFacts:
-    """Return the facts of a parsed header.
-
-    Raises:
-        ForeignFileError: of another model or chunk.
-    """
-    if about.get("format") != FORMAT or about.get("mark") != mark:
-        raise ForeignFileError("a file of another model or format")
-    try:
-        facts: VariantFacts = as_type(VariantFacts, about["facts"])
-    except TypeError as error:
-        raise ForeignFileError(f"its header says nothing of a chunk: {error}") from error
-    if facts.chunk != chunk:
-        raise ForeignFileError("a file of another chunk")
-    return facts
-
-
-def _parse(data: bytes) -> dict[str, Any]:
-    """Return the content of the header of a file that begins with `data`.
-
-    Raises:
-        TornFileError: it is not as it was written.
-        ForeignFileError: it is no file of a chunk store.
-    """
-    end = 8 + int.from_bytes(data[:8], "little")
-    if len(data) < 8 or not 8 < end <= min(len(data), 8 + MAX_HEADER):
-        raise TornFileError("the file is cut")
-    try:
-        metadata = json.loads(data[8:end])["__metadata__"]
-        about, seal = metadata["about"], metadata["seal"]
-        intact = _seal(about) == seal
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TornFileError(f"its header cannot be read: {error}") from error
-    if not intact:
-        raise TornFileError("its header is not as it was written")
-    try:
-        about_fields: dict[str, Any] = json.loads(about)
-        is_complete = {"format", "mark", "facts", "tensors"} <= about_fields.keys()
-    except (ValueError, AttributeError) as error:
-        raise ForeignFileError(f"its header says nothing of a chunk: {error}") from error
-    if not is_complete:
-        raise ForeignFileError("its header says nothing of a chunk")
-    return about_fields
-
-
-def _seal(about: str) -> str:
-    return hashlib.blake2b(about.encode(), digest_size=16).hexdigest()
-
-
-def _checksum(name: str, tensor: Tensor) -> str:
-    digest = hashlib.blake2b(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=16)
-    digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
 
 T = TypeVar("T")
 
@@ -181,6 +68,11 @@ class ChunkFiles:
         self._remove_left_overs()
         self.nbytes = self._look()
 
+    @property
+    def n_free(self) -> int:
+        """Bytes that nothing takes."""
+        return self.limit - self.nbytes
+
     # ------------------------------------------------------------------ reading
 
     def names(self, chunk: str) -> list[str]:
@@ -202,15 +94,32 @@ class ChunkFiles:
         """Return a variant, for a prompt; None for a missing or bad file, which is removed."""
         variant = self._guarded(key, lambda path: self._variant(path, key.chunk))
         if variant is not None:
-            now = time.time_ns()
-            try:
-                os.utime(self._path(key), ns=(now, now))
-            except OSError:
-                self._count("read_failures")
-            with self._lock:
-                self._used[key] = now
-                self._rule.use(key, use)
+            self._note_use(key, use)
         return variant
+
+    def open_layers(self, key: VariantKey, use: ChunkUse) -> LayerReader | None:
+        """Return a reader of a variant's layers, for a prompt.
+
+        None for a missing or bad file, which is removed.
+        """
+        reader = self._guarded(key, lambda path: LayerReader(path, self._shape, key.chunk))
+        if reader is not None:
+            self._note_use(key, use)
+        return reader
+
+    def read_layer(self, key: VariantKey, reader: LayerReader, layer: int) -> dict[str, Tensor] | None:
+        """Return the tensors of a layer by name; None for a bad file, which is removed."""
+        return self._guarded(key, lambda _: reader.read(layer))
+
+    def _note_use(self, key: VariantKey, use: ChunkUse) -> None:
+        now = time.time_ns()
+        try:
+            os.utime(self._path(key), ns=(now, now))
+        except OSError:
+            self._count("read_failures")
+        with self._lock:
+            self._used[key] = now
+            self._rule.use(key, use)
 
     def _guarded(self, key: VariantKey, read: Callable[[Path], T]) -> T | None:
         """Return what `read` returns for a file; None if it is missing or bad, which is counted."""
@@ -240,10 +149,13 @@ class ChunkFiles:
 
     # ------------------------------------------------------------------ writing
 
-    def write(self, variant: StoredVariant, use: ChunkUse) -> bool:
-        """Write a variant; return False if it cannot be written, and then leave nothing of it."""
+    def write(self, variant: StoredVariant, use: ChunkUse, evicts: bool = True) -> bool:
+        """Write a variant, evicting others for it if `evicts`.
+
+        False if it cannot be written; then nothing of it is left.
+        """
         data = serialized(variant, self._shape.mark)
-        if len(data) > self.limit:
+        if len(data) > (self.limit if evicts else self.n_free):
             return False
         key = VariantKey(variant.facts.chunk, variant.facts.name)
         path = self._path(key)

@@ -10,14 +10,12 @@ from threading import RLock
 
 from millpond.budget import parse_bytes
 from millpond.cache.chunks.files import ChunkFiles
+from millpond.cache.chunks.layered import LayeredVariant
 from millpond.cache.chunks.tiers import ChunkUse, MemoryTier, VariantKey
 from millpond.cache.chunks.variant import ChunkVariant, StoredShape, StoredVariant, VariantFacts, check_rest
 from millpond.cache.paging.choose import rule_named
 from millpond.cache.paging.rule import PagingRule
 from millpond.errors import NumericsError, OptionError
-
-#: Least CFO that a use counts with, so that an exact variant is not worth infinitely much.
-MIN_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +37,7 @@ class ChunkStoreStats:
         read_failures: Counter of files that could not be read.
         load_failures: Counter of requests whose chunks could not be loaded for another reason; they were computed.
         not_finite: Counter of variants with numbers that the format of the store cannot hold; they were not kept.
+        left_out: Counter of tokens that layers left out since their chunk was out of focus, once for each layer.
     """
 
     memory_bytes: int
@@ -55,6 +54,7 @@ class ChunkStoreStats:
     read_failures: int
     load_failures: int
     not_finite: int
+    left_out: int
 
 
 class ChunkStore:
@@ -67,14 +67,21 @@ class ChunkStore:
         folder: Folder of the files, made if it does not exist; None for memory alone.
         memory: Most bytes in memory, such as "1GiB".
         disk: Most bytes of files.
-        variants: Most variants of one chunk that are kept. Another one than the first is computed only if a prompt's
-            CFO reaches 1, which takes an `alpha` near 1 or above.
+        variants: Most variants of one chunk that are kept, each for another context.
+        keep_above: CFO above which a chunk that recompute="auto" has computed in part is kept as a further variant,
+            while there are fewer than `variants` and room that nothing else takes; from 0 on. 1 keeps none but those
+            that are computed in full.
         alpha: Factor on the share of a chunk that is computed again with recompute="auto" (CFO), above 0. CCI is below
             1, so that 0.17 gives at most 17 % of a chunk; the value of the paper is not known.
+        focus: Layers for which the chunks that the question attends to must stay the same; tokens of other chunks are
+            not computed again in deeper layers then. 0: all are, in all layers.
+        coverage: Share of the question's attention to chunks that those in focus have, above 0, at most 1: the fewest
+            chunks that have more of it, summed over the layers so far.
         dtype: Dtype of keys and values at rest, in memory and in files: "auto" (that of the model), "float32", "bf16",
             "int8" or "int4". One that is narrower than the model's makes every reuse an approximation.
-        rule: Paging rule ("lru", "learned") that chooses the variants to evict from a full tier, as of `prefix_cache`.
-            Variants in use by prompts stay.
+        rule: Paging rule ("lru", "craft", "learned") that chooses the variants to evict from a full tier, as of
+            `prefix_cache`. Variants in use by prompts stay. "craft" evicts the one with the least f, to which each use
+            adds 1 / CFO.
         pager: File of the predictor of a rule that has one.
         loading: Most bytes of files that an engine holds for requests that wait or read their prompts. One request
             whose chunks take more is loaded alone.
@@ -95,7 +102,10 @@ class ChunkStore:
         memory: str | int = "1GiB",
         disk: str | int = "20GiB",
         variants: int = 4,
+        keep_above: float = 0.05,
         alpha: float = 0.17,
+        focus: int = 0,
+        coverage: float = 0.5,
         dtype: str = "auto",
         rule: str = "lru",
         pager: str | os.PathLike[str] | None = None,
@@ -107,7 +117,14 @@ class ChunkStore:
             raise OptionError(f"variants={variants} of a chunk: must be at least 1")
         if not alpha > 0:
             raise OptionError(f"alpha={alpha} must be above 0")
-        self.variants, self.alpha, self.dtype = variants, alpha, check_rest(dtype)
+        if not keep_above >= 0:
+            raise OptionError(f"keep_above={keep_above} must be a CFO, from 0 to 1; 1 keeps no chunk computed in part")
+        self.variants, self.keep_above, self.alpha, self.dtype = variants, keep_above, alpha, check_rest(dtype)
+        if focus < 0:
+            raise OptionError(f"focus={focus} must be a number of layers, or 0 for none")
+        if not 0 < coverage <= 1:
+            raise OptionError(f"coverage={coverage} must be a share above 0, at most 1")
+        self.focus, self.coverage = focus, coverage
         self.rule, self._pager = rule, pager
         self._counts: Counter[str] = Counter()
         self._memory = MemoryTier(self.memory, self._new_rule())
@@ -197,7 +214,7 @@ class ChunkStore:
 
         None if its file is missing or bad. While a file is read other threads use the store.
         """
-        use = use or ChunkUse(self.new_request())
+        use = (use or ChunkUse(self.new_request()))._replace(share=share)
         variant = self.take_held(facts, share, use)
         if variant is not None or self._files is None:
             return variant
@@ -206,21 +223,47 @@ class ChunkStore:
             with self._lock:
                 self._counts["disk_hits"] += 1
                 self._memory.hold(variant, use)
-                self._add_worth(facts, share)
+                self._add_worth(facts, use)
         return variant
+
+    def open_layers(self, facts: VariantFacts, share: float, use: ChunkUse) -> LayeredVariant | None:
+        """Return a variant of a file whose layers `read_layer` reads, see `take`."""
+        if self._files is None:
+            return None
+        assert self._shape is not None, "a store is bound before it is used"
+        use = use._replace(share=share)
+        reader = self._files.open_layers(VariantKey(facts.chunk, facts.name), use)
+        if reader is None:
+            return None
+        with self._lock:
+            self._counts["disk_hits"] += 1
+            self._add_worth(facts, use)
+        return LayeredVariant(reader, self._shape, use)
+
+    def read_layer(self, variant: LayeredVariant, layer: int) -> None:
+        """Read the next layer of a variant.
+
+        A bad one is lost with its file; a variant that is whole is held in memory.
+        """
+        assert self._files is not None, "of a file"
+        variant.add(self._files.read_layer(variant.key, variant.reader, layer))
+        if variant.is_whole:
+            with self._lock:
+                self._memory.hold(variant.stored(), variant.use)
 
     def take_held(self, facts: VariantFacts, share: float, use: ChunkUse) -> StoredVariant | None:
         """See `take`; None if it is not in memory."""
         with self._lock:
+            use = use._replace(share=share)
             variant = self._memory.take(VariantKey(facts.chunk, facts.name), use)
             if variant is not None:
                 self._counts["memory_hits"] += 1
-                self._add_worth(facts, share)
+                self._add_worth(facts, use)
             return variant
 
-    def _add_worth(self, facts: VariantFacts, share: float) -> None:
+    def _add_worth(self, facts: VariantFacts, use: ChunkUse) -> None:
         key = VariantKey(facts.chunk, facts.name)
-        self._worth[key] = self._worth.get(key, 0) + 1 / max(share, MIN_SHARE)
+        self._worth[key] = self._worth.get(key, 0) + use.gain
 
     def pin(self, facts: VariantFacts) -> None:
         """Keep a variant in use in both tiers until it is unpinned as often."""
@@ -243,22 +286,46 @@ class ChunkStore:
         assert self._shape is not None, "a store is bound before it is used"
         return self._shape.nbytes(n_tokens)
 
+    def takes_further(self, share: float, n_variants: int, n_tokens: int, *, private: bool) -> bool:
+        """Return whether a chunk that is computed in part is kept as a further variant.
+
+        Args:
+            share: CFO of the variant that the rest comes from.
+            n_variants: Variants that the chunk has.
+            n_tokens: Tokens of the chunk.
+            private: Whether it would be kept in memory alone.
+        """
+        if share <= self.keep_above or n_variants >= self.variants:
+            return False
+        with self._lock:
+            n_free = self._memory.n_free
+        if self._files is not None and not private:
+            n_free = max(n_free, self._files.n_free)
+        return self.size_of(n_tokens) <= n_free
+
     def load_failed(self) -> None:
         """Count chunks of a request that could not be loaded for another reason than their files."""
         with self._lock:
             self._counts["load_failures"] += 1
+
+    def left_out(self, n: int) -> None:
+        """Count tokens that layers left out, each once for each layer."""
+        with self._lock:
+            self._counts["left_out"] += n
 
     def missed(self) -> None:
         """Count a chunk without a variant."""
         with self._lock:
             self._counts["misses"] += 1
 
-    def put(self, variant: ChunkVariant, *, private: bool = False) -> None:
-        """Keep a variant, in place of the least useful one if its chunk has `variants` already.
+    def put(self, variant: ChunkVariant, *, private: bool = False, replaces: bool = True) -> None:
+        """Keep a variant.
 
         Args:
             variant: Variant to keep.
             private: Whether to keep it in memory alone.
+            replaces: Whether it takes the place of others: of the least useful one where its chunk has `variants`
+                already, and of those that the rule evicts from a full tier; False: it is not kept then.
         """
         facts = variant.facts
         assert self._shape is not None, "a store is bound before it is used"
@@ -271,15 +338,18 @@ class ChunkStore:
         variants, use = self.find(facts.chunk), ChunkUse(self.new_request())
         if any(other.prefix == facts.prefix and other.exact >= facts.exact for other in variants):
             return
+        if len(variants) >= self.variants and not replaces:
+            return
         while len(variants) >= self.variants:
             least_useful = min(variants, key=lambda other: self._worth.get(VariantKey(other.chunk, other.name), 0))
             variants.remove(least_useful)
             self._remove(VariantKey(least_useful.chunk, least_useful.name))
         with self._lock:
-            self._counts["stored"] += 1
-            self._memory.hold(stored, use)
+            is_held = self._memory.hold(stored, use, evicts=replaces)
         if self._files is not None and not private:
-            self._files.write(stored, use)
+            is_held |= self._files.write(stored, use, evicts=replaces)
+        with self._lock:
+            self._counts["stored"] += is_held or replaces
 
     def _remove(self, key: VariantKey) -> None:
         with self._lock:
@@ -302,5 +372,5 @@ class ChunkStore:
                 disk_evicted=files["evicted"],
                 **{name: files[name] for name in ("torn", "foreign", "write_failures", "read_failures")},
                 **{name: counts[name] for name in ("memory_hits", "disk_hits", "misses", "stored")},
-                **{name: counts[name] for name in ("load_failures", "not_finite")},
+                **{name: counts[name] for name in ("load_failures", "not_finite", "left_out")},
             )

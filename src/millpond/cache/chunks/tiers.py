@@ -10,6 +10,8 @@ from millpond.cache.chunks.variant import StoredVariant, VariantFacts
 from millpond.cache.paging.rule import PageFacts, PagingRule
 
 _NONE = -1
+#: Least CFO that a use counts with, so that an exact variant is not worth infinitely much.
+MIN_SHARE = 0.05
 
 
 class VariantKey(NamedTuple):
@@ -26,11 +28,18 @@ class ChunkUse(NamedTuple):
         request: Number of the prompt, growing.
         depth: Chunks before this one in the prompt.
         length: Chunks of the prompt.
+        share: Share of the variant's tokens that the prompt computes (CFO); 1 where the variant is new.
     """
 
     request: int
     depth: int = 0
     length: int = 1
+    share: float = 1.0
+
+    @property
+    def gain(self) -> float:
+        """What the variant is worth to the prompt, 1 / CFO."""
+        return 1 / max(self.share, MIN_SHARE)
 
 
 class TierRule:
@@ -71,7 +80,8 @@ class TierRule:
         self._last[number] = use.request
         key = int.from_bytes(hashlib.blake2b("/".join(variant_key).encode(), digest_size=8).digest(), "little")
         n_known = use.depth + 1 if is_known else use.depth
-        self._rule.touch(number, PageFacts(key, _NONE, use.request, use.depth, use.length, n_known))
+        facts = PageFacts(key, _NONE, use.request, use.depth, use.length, n_known, gain=use.gain)
+        self._rule.touch(number, facts)
         if variant_key not in self._pins:
             self._rule.allow(number)
 
@@ -134,6 +144,11 @@ class MemoryTier:
         self._limit = limit
         self._held: dict[str, dict[str, StoredVariant]] = {}  # by chunk and name
 
+    @property
+    def n_free(self) -> int:
+        """Bytes that nothing takes."""
+        return self._limit - self.nbytes
+
     def facts(self, chunk: str) -> list[VariantFacts]:
         """Return the facts of a chunk's variants."""
         return [variant.facts for variant in self._held.get(chunk, {}).values()]
@@ -145,24 +160,26 @@ class MemoryTier:
             self.rule.use(key, use)
         return variant
 
-    def hold(self, variant: StoredVariant, use: ChunkUse) -> None:
-        """Hold a variant and evict others for it.
+    def hold(self, variant: StoredVariant, use: ChunkUse, evicts: bool = True) -> bool:
+        """Hold a variant and evict others for it, if `evicts`.
 
-        It is not held if it is larger than the tier, or if too many others are pinned.
+        Returns:
+            Whether it is held: not if it is larger than the tier, or if too many others are pinned.
         """
-        if variant.nbytes > self._limit:
-            return
+        if variant.nbytes > (self._limit if evicts else self.n_free):
+            return False
         key = VariantKey(variant.facts.chunk, variant.facts.name)
         self.drop(key)
         while self.nbytes + variant.nbytes > self._limit:
             victim = self.rule.victim()
             if victim is None:
-                return
+                return False
             self.drop(victim)
             self.evicted += 1
         self._held.setdefault(key.chunk, {})[key.name] = variant
         self.nbytes += variant.nbytes
         self.rule.use(key, use)
+        return True
 
     def drop(self, key: VariantKey) -> None:
         """Forget a variant; a missing one is no error."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 import torch
@@ -148,14 +148,19 @@ class StoredShape:
         """Mark that distinguishes files of this model in this format from others."""
         return self.model if self.rest == "auto" else f"{self.model}-{self.rest}"
 
+    def decoded(self, tensors: Mapping[str, Tensor], name: str, dim: int, is_key: bool) -> Tensor:
+        """Return the keys or values `name` (Hkv, n, dim) of a variant's tensors, as numbers."""
+        parts = {suffix: tensors[name + suffix] for suffix, _, _ in self.format.parts(1, 1, dim, is_key)}
+        return self.format.decode(parts, dim, is_key)
+
     def nbytes(self, n_tokens: int) -> int:
         """Return the bytes of a variant of a chunk of `n_tokens` tokens."""
-        tensors = self._tensors(n_tokens)
+        tensors = self.tensors(n_tokens)
         return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in tensors.values())
 
     def fits(self, n_tokens: int, tensors: Mapping[str, Tensor]) -> bool:
         """Whether these are the tensors of a variant, all of the right shapes and dtypes."""
-        return {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} == self._tensors(n_tokens)
+        return {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} == self.tensors(n_tokens)
 
     def sides(self) -> Iterator[tuple[str, int, int, bool]]:
         """Yield name, heads, dim and `is_key` of the keys and of the values of each layer."""
@@ -163,7 +168,17 @@ class StoredShape:
             yield f"keys.{layer}", heads, key_dim, True
             yield f"values.{layer}", heads, value_dim, False
 
-    def _tensors(self, n: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def names_by_layer(self) -> list[list[str]]:
+        """Return the names of the tensors of each layer."""
+        names: list[list[str]] = [[] for _ in self.layers]
+        for name, _, dim, is_key in self.sides():
+            names[int(name.rpartition(".")[2])] += [
+                name + suffix for suffix, _, _ in self.format.parts(1, 1, dim, is_key)
+            ]
+        return names
+
+    def tensors(self, n: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of the tensors of a variant of n tokens, by name."""
         tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"scores": ((n,), torch.float32)}
         for name, heads, dim, is_key in self.sides():
             tensors |= {
@@ -239,6 +254,33 @@ class ChunkVariant:
         return StoredVariant(self.facts, shape, tensors)
 
 
+class ReadableVariant(Protocol):
+    """Variant whose keys and values can be read, if not all at once."""
+
+    @property
+    def facts(self) -> VariantFacts:
+        """Facts of the variant."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        ...
+
+    @property
+    def scores(self) -> Tensor:
+        """Attention of each token to all earlier parts, (n_tokens,) float32."""
+        ...
+
+    def keys(self, layer: int) -> Tensor:
+        """Return the keys before RoPE, (Hkv, n_tokens, key_dim), see `StoredVariant`."""
+        ...
+
+    def values(self, layer: int) -> Tensor:
+        """Return the values, (Hkv, n_tokens, value_dim)."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredVariant:
     """Variant as a store keeps it.
@@ -274,9 +316,7 @@ class StoredVariant:
         return self._side(f"values.{layer}", self.shape.layers[layer][2], False)
 
     def _side(self, name: str, dim: int, is_key: bool) -> Tensor:
-        rest_format = self.shape.format
-        parts = {suffix: self.tensors[name + suffix] for suffix, _, _ in rest_format.parts(1, 1, dim, is_key)}
-        return rest_format.decode(parts, dim, is_key)
+        return self.shape.decoded(self.tensors, name, dim, is_key)
 
 
 def variant_of(

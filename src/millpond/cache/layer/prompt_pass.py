@@ -53,6 +53,15 @@ class PartialSpan(Protocol):
         """
         ...
 
+    def narrow(self, layer: int) -> tuple[PartialSpan, Tensor] | None:
+        """Return the span with fewer computed tokens behind a layer; None: with the same.
+
+        Returns:
+            The span of the deeper layers, and which of today's `rows` are computed there: (n,) int64, ascending, on the
+            host.
+        """
+        ...
+
     def observe(self, layer: int, q: Tensor, keys: Tensor, positions: Tensor, shape: AttentionShape) -> None:
         """Observe the attention of a layer.
 

@@ -100,7 +100,7 @@ def steps_of(facts: PageFacts, accesses: int, gap: int, gap_before: int) -> tupl
         gap: Step of the time since the last one, 0 for none.
         gap_before: Step of the time before that.
     """
-    _, _, _, depth, length, known, _, _ = facts
+    _, _, _, depth, length, known, *_ = facts
     beyond = depth - known
     return (
         _DEPTH + _log(depth),

@@ -33,6 +33,7 @@ class PageFacts(NamedTuple):
         known: Pages of the request that were in the cache, all at its beginning.
         bit: Prediction by the caller, True for safe to discard; None if the rule predicts itself.
         next_use: Number of the next request that uses the page, in a replay; None if not known, or never.
+        gain: What the access saved, against 1 for computing the page: 1 / CFO for a chunk (Cache-Craft).
     """
 
     key: int
@@ -43,6 +44,7 @@ class PageFacts(NamedTuple):
     known: int
     bit: bool | None = None
     next_use: int | None = None
+    gain: float = 1.0
 
 
 class PagingRule(ABC):

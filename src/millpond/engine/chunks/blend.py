@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from millpond.cache.chunks.layered import LayeredVariant
 from millpond.cache.chunks.store import ChunkStore
-from millpond.cache.chunks.variant import ChunkVariant, StoredVariant, variant_of
+from millpond.cache.chunks.variant import ChunkVariant, ReadableVariant, variant_of
 from millpond.cache.types import RotaryEmbedding
+from millpond.engine.chunks.focus import Focus
 from millpond.engine.chunks.loaded import LoadedChunks
 from millpond.kernels.args import AttentionShape
 from millpond.kernels.scattered_rows import attention_to_parts
+from millpond.policy.reuse import filled_sums
 
 #: Rotary embedding of the keys of each layer; None for a layer that does not turn them.
 Rotations = list[RotaryEmbedding | None]
@@ -29,7 +32,7 @@ class ReusedChunk:
     """
 
     begin: int
-    variant: StoredVariant
+    variant: ReadableVariant
 
     @property
     def end(self) -> int:
@@ -38,7 +41,7 @@ class ReusedChunk:
 
 @dataclass(slots=True)
 class ComputedChunk:
-    """A chunk that is computed in full, for the store.
+    """A chunk that is computed for the store, in full or in part.
 
     Attributes:
         begin: Index of its first token.
@@ -49,9 +52,12 @@ class ComputedChunk:
         before: Keys of the parts before it -> their tokens.
         parts: Part of each token of the prompt, (tokens of the prompt,) int64: its number in `before`, len(before) for
             the chunk itself, and one more for tokens that count for none.
-        sums: Attention of its tokens, summed over layers, (n, parts) float32.
+        sums: Attention of its computed tokens, summed over layers, (n, parts) float32.
+        base: Variant that the tokens come from that are not computed; None: all are.
+        computed: Whether each of its tokens is computed, (n,) bool; all True without a base.
         keys: Keys per layer, in pieces.
         values: Values per layer, in pieces.
+        is_whole: Whether its computed tokens were computed in all layers, so that it may be kept.
     """
 
     begin: int
@@ -62,13 +68,19 @@ class ComputedChunk:
     before: dict[str, int]
     parts: Tensor
     sums: Tensor
+    base: ReadableVariant | None = None
+    computed: Tensor = field(default_factory=lambda: torch.ones(1, dtype=torch.bool))
     keys: list[list[Tensor]] = field(default_factory=list)
     values: list[list[Tensor]] = field(default_factory=list)
+    is_whole: bool = True
 
     def variant(self) -> ChunkVariant:
         """Return the variant that the store keeps, when all of the chunk was computed."""
         keys, values = ([torch.cat(pieces, 1) for pieces in part] for part in (self.keys, self.values))
-        return variant_of(self.chunk, self.prefix, self.exact, self.before, self.sums / len(keys), keys, values)
+        sums = self.sums / len(keys)
+        if self.base is not None:
+            sums = filled_sums(sums, self.computed, self.base.scores)
+        return variant_of(self.chunk, self.prefix, self.exact, self.before, sums, keys, values)
 
 
 @dataclass(slots=True, eq=False)
@@ -78,12 +90,13 @@ class PromptBlend:
     Attributes:
         computed: Whether each token is computed, (tokens,) bool.
         reused: Chunks with a variant.
-        kept: Chunks that are computed for the store.
+        kept: Chunks that are computed for the store, in full or in part.
         exact: Whether all reused chunks are as a full computation would give them.
         rotations: Rotary embeddings of the layers.
         store: Store of the chunks, in which they stay until `release`.
         private: Whether what is stored is for the memory of this process alone.
         loaded: Chunks that were read for the prompt before it began.
+        chunks: (begin, end) of all chunks of the prompt.
     """
 
     computed: np.ndarray
@@ -94,6 +107,7 @@ class PromptBlend:
     store: ChunkStore
     private: bool = False
     loaded: LoadedChunks | None = None
+    chunks: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for chunk in self.reused:
@@ -114,6 +128,12 @@ class PromptBlend:
         """Whether some tokens come from the store, so that none of its pages counts as computed."""
         return not bool(self.computed.all())
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether layers of some chunks are still being read."""
+        variants = [chunk.variant for chunk in self.reused]
+        return any(isinstance(variant, LayeredVariant) and not variant.is_whole for variant in variants)
+
     def reach(self, begin: int, n: int) -> int:
         """Return how many tokens from `begin` a pass takes that computes at most n, at least one."""
         rows = np.flatnonzero(self.computed[begin:])
@@ -126,12 +146,22 @@ class PromptBlend:
             return None
         reused = [chunk for chunk in self.reused if chunk.begin < end and begin < chunk.end]
         rows = torch.from_numpy(np.flatnonzero(self.computed[begin:end]))
-        return BlendedSpan(begin, end - begin, rows, reused, kept, self.rotations)
+        focus = self._focus() if reused and end == len(self.computed) else None
+        return BlendedSpan(begin, end - begin, rows, reused, kept, self.rotations, focus, self.store)
+
+    def _focus(self) -> Focus | None:
+        """Return the focus of the question, if tokens out of it are left out."""
+        if not self.store.focus or len(self.chunks) < 2:
+            return None
+        question = min(self.chunks[-1][1], len(self.computed) - 1)
+        return Focus(self.chunks, question, self.store.focus, self.store.coverage)
 
     def finish(self) -> None:
         """Give the store the chunks that were computed for it: the prompt is read."""
         for chunk in self.kept:
-            self.store.put(chunk.variant(), private=self.private)
+            if not chunk.is_whole:
+                continue
+            self.store.put(chunk.variant(), private=self.private, replaces=chunk.base is None)
         self.release()
 
     def release(self) -> None:
@@ -155,6 +185,8 @@ class BlendedSpan:
         reused: Reused chunks that reach into the span.
         kept: Chunks that are computed for the store and reach into the span.
         rotations: Rotary embeddings of the layers.
+        focus: Focus of the prompt's question, if it is in the span and other chunks' tokens shall be left out.
+        store: Store of the chunks, which counts these.
     """
 
     begin: int
@@ -163,6 +195,8 @@ class BlendedSpan:
     reused: list[ReusedChunk]
     kept: list[ComputedChunk]
     rotations: Rotations
+    focus: Focus | None = None
+    store: ChunkStore | None = None
 
     def complete(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Complete keys and values, see `PartialSpan.complete`; record those for the store."""
@@ -184,8 +218,12 @@ class BlendedSpan:
     def observe(self, layer: int, q: Tensor, keys: Tensor, positions: Tensor, shape: AttentionShape) -> None:
         """Sum the attention of chunks that are computed for the store, see `PartialSpan.observe`."""
         rows = self.rows + self.begin
+        if self.focus is not None:
+            self.focus.observe(rows, q, keys, positions, shape)
         for kept in self.kept:
             chunk_rows = torch.nonzero((rows >= kept.begin) & (rows < kept.end)).flatten()
+            if not len(chunk_rows):
+                continue
             positions_of_rows = rows[chunk_rows]
             parts = kept.parts[positions[0].long().cpu()].to(q.device)  # all heads hold the same before a plan
             attention = attention_to_parts(
@@ -198,6 +236,29 @@ class BlendedSpan:
                 kept.sums.shape[1],
             )
             kept.sums[positions_of_rows - kept.begin] += attention.cpu()
+
+    def narrow(self, layer: int) -> tuple[BlendedSpan, Tensor] | None:
+        """Leave tokens of chunks out of focus out, once it is stable.
+
+        See `PartialSpan.narrow`.         The first token of the prompt stays, since all tokens attend to it. In deeper
+        layers the others have the keys and values of their variants, so a chunk of which tokens are left out is not
+        kept as a variant of its own.
+        """
+        if self.focus is None or not self.focus.is_stable:
+            return None
+        rows = self.rows + self.begin
+        out = torch.zeros(len(rows), dtype=torch.bool)
+        for chunk in self.reused:
+            if self.focus.leaves_out(chunk.begin):
+                out |= (rows >= max(chunk.begin, 1)) & (rows < min(chunk.end, self.focus.question))
+        kept = []
+        for part in self.kept:
+            part.is_whole &= not bool((out & (rows >= part.begin) & (rows < part.end)).any())
+            kept += [part] if part.is_whole else []
+        if self.store is not None:
+            self.store.left_out(int(out.sum()) * (len(self.rotations) - 1 - layer))
+        stay = torch.nonzero(~out).flatten()
+        return replace(self, rows=self.rows[stay], kept=kept, focus=None), stay
 
     def _turned(self, layer: int, keys: Tensor, begin: int, inverse: bool = False) -> Tensor:
         """Return keys (Hkv, n, key_dim) turned to the positions from `begin` on, or back.
@@ -217,5 +278,11 @@ class BlendedSpan:
         if layer == len(kept.keys):
             kept.keys.append([])
             kept.values.append([])
-        kept.keys[layer].append(self._turned(layer, keys[:, in_span], begin, inverse=True).to(keys.dtype).cpu())
-        kept.values[layer].append(values[:, in_span].cpu().clone())
+        new_keys = self._turned(layer, keys[:, in_span], begin, inverse=True).to(keys.dtype).cpu()
+        new_values = values[:, in_span].cpu().clone()
+        if kept.base is not None:
+            in_chunk = slice(begin - kept.begin, end - kept.begin)
+            computed = kept.computed[in_chunk, None]
+            new_keys = torch.where(computed, new_keys, kept.base.keys(layer)[:, in_chunk].to(keys.dtype))
+        kept.keys[layer].append(new_keys)
+        kept.values[layer].append(new_values)

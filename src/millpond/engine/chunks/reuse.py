@@ -12,7 +12,7 @@ from torch import Tensor
 
 from millpond.cache.chunks.store import ChunkStore
 from millpond.cache.chunks.tiers import ChunkUse
-from millpond.cache.chunks.variant import StoredShape, StoredVariant, ids_key, salted
+from millpond.cache.chunks.variant import ReadableVariant, StoredShape, ids_key, salted
 from millpond.cache.types import RotaryEmbedding
 from millpond.engine.chunks.blend import ComputedChunk, PromptBlend, ReusedChunk, Rotations
 from millpond.engine.chunks.loaded import ChunkSource, LoadedChunks, LoadingSource, StoreSource
@@ -29,8 +29,10 @@ from millpond.policy.reuse import Pick, Recompute, pick_tokens
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import PackedModel
 
+#: Weight of a new pass in the mean of the seconds that a token takes.
+_NEW_SHARE = 0.25
 #: deviation(begin, variant) -> (n,): distance of the keys of a chunk from those of this prompt.
-Deviation = Callable[[int, StoredVariant], Tensor]
+Deviation = Callable[[int, ReadableVariant], Tensor]
 
 
 def model_mark(model: Any, weights: str | None) -> str:
@@ -48,14 +50,24 @@ class ChunkReuse:
         store: The store.
         model: The model.
         mark: Mark of the model, see `model_mark`.
+        max_rows: Most tokens of a pass.
+
+    Attributes:
+        row_s: Seconds that a pass took for each token lately; 0: none was measured.
 
     Raises:
         UnsupportedModelError: keys of this model cannot be moved; the message says why.
         OptionError: the store is another model's.
     """
 
-    def __init__(self, store: ChunkStore, model: PackedModel, mark: str) -> None:
-        self.store, self._model = store, model
+    def __init__(self, store: ChunkStore, model: PackedModel, mark: str, max_rows: int = 1 << 20) -> None:
+        self.store, self._model, self.max_rows = store, model, max_rows
+        self.row_s = 0.0
+        if store.focus and model.runner != "lean":
+            raise UnsupportedModelError(
+                f"focus={store.focus} leaves tokens out of deeper layers, which takes a model that runs without its "
+                "modules; leave focus out"
+            )
         self._rotations = _rotations(model)
         layers = tuple((layer.n_kv_heads, layer.key_dim, layer.value_dim) for layer in model.layers)
         store.bind(StoredShape(mark, model.dtype, layers))
@@ -135,11 +147,16 @@ class ChunkReuse:
         source: ChunkSource = StoreSource(self.store) if loaded is None else loaded
         for span, choice in self._choices(ids, spans, options, salt, source):
             if choice is not None:
+                keep = choice.keep and all(chunk.chunk != choice.key for chunk in kept)
                 if choice.variant is None:
-                    if choice.keep and all(chunk.chunk != choice.key for chunk in kept):
+                    if keep:
                         kept.append(_to_keep(ids, span, choice.key, choice.prefix, exact, before, spans))
                 else:
                     exact = exact and choice.same and self.store.exact
+                    if keep:
+                        kept.append(
+                            _to_keep(ids, span, choice.key, choice.prefix, False, before, spans, choice.variant)
+                        )
                     picked = _picked(options.pick, choice.variant, span.begin, choice.share, choice.prefix, deviation)
                     computed[span.begin : span.end] = False
                     computed[span.begin + picked.numpy()] = True
@@ -148,8 +165,18 @@ class ChunkReuse:
         if reused and not (reused[0].begin == 0 and reused[0].variant.facts.prefix == ids_key(())):
             computed[0] = True
         computed[len(ids) - max(1, window) :] = True
+        for chunk in kept:
+            chunk.computed = torch.from_numpy(computed[chunk.begin : chunk.end].copy())
         return PromptBlend(
-            computed, reused, kept, exact, self._rotations, self.store, private=salt is not None, loaded=loaded
+            computed,
+            reused,
+            kept,
+            exact,
+            self._rotations,
+            self.store,
+            private=salt is not None,
+            loaded=loaded,
+            chunks=[(span.begin, span.end) for span in spans if span.is_chunk],
         )
 
     def load(
@@ -163,6 +190,8 @@ class ChunkReuse:
     ) -> None:
         """Read the variants that `begin` would choose now, from any thread.
 
+        The prompt may begin before all of their layers are in, see `LoadingSource.read_layers`.
+
         Args:
             ids: Tokens of the prompt, (n,) int64.
             spans: Parts of the prompt.
@@ -171,9 +200,24 @@ class ChunkReuse:
             loaded: Filled with the variants.
             is_wanted: Whether to continue, called after each chunk.
         """
-        for _ in self._choices(ids, spans, options, salt, LoadingSource(self.store, loaded)):
-            if not is_wanted():
-                return
+        source = LoadingSource(self.store, loaded)
+        n_computed = len(ids)
+        try:
+            for span, choice in self._choices(ids, spans, options, salt, source):
+                if choice is not None and choice.variant is not None:
+                    n_computed -= int((1 - choice.share) * (span.end - span.begin))
+                if not is_wanted():
+                    return
+            n_layers = len(self._model.layers)
+            compute_s = self.row_s * min(n_computed, self.max_rows) / n_layers
+            source.read_layers(n_layers, compute_s, is_wanted)
+        finally:
+            source.close()
+
+    def passed(self, n_rows: int, seconds: float) -> None:
+        """Record how long a pass took that waited for no layer of a chunk."""
+        took = seconds / max(n_rows, 1)
+        self.row_s = took if not self.row_s else self.row_s + _NEW_SHARE * (took - self.row_s)
 
     def _choices(
         self, ids: np.ndarray, spans: Sequence[PromptSpan], options: CacheOptions, salt: str | None, source: ChunkSource
@@ -216,7 +260,11 @@ class ChunkReuse:
                 return _Choice(own, prefix, None, keep=True)
             variant = source.take(facts, share, use)
             if variant is not None:
-                return _Choice(own, prefix, variant, share, same)
+                n_own, is_private = sum(other.chunk == own for other in variants), len(keys) > 1
+                keep = recompute == "auto" and self.store.takes_further(
+                    share, n_own, variant.facts.n_tokens, private=is_private
+                )
+                return _Choice(own, prefix, variant, share, same, keep)
         source.missed()
         return _Choice(own, prefix, None, keep=True)
 
@@ -230,12 +278,12 @@ class _Choice(NamedTuple):
         variant: Variant that it takes; None: it is computed.
         share: Share of its tokens that is computed again.
         same: Whether the variant was computed in just this context, in full.
-        keep: Whether the store shall have what is computed.
+        keep: Whether the store shall have what is computed, in full or in part.
     """
 
     key: str
     prefix: str
-    variant: StoredVariant | None
+    variant: ReadableVariant | None
     share: float = 1.0
     same: bool = False
     keep: bool = False
@@ -249,10 +297,12 @@ def _to_keep(
     exact: bool,
     before: dict[str, int],
     spans: Sequence[PromptSpan],
+    base: ReadableVariant | None = None,
 ) -> ComputedChunk:
     """Return a chunk that is computed for the store.
 
-    The first token of a prompt counts for no part: most tokens attend to it, whatever it is.
+    With a base it is computed in part, and the rest comes from there. The first token of a prompt counts for no part:
+    most tokens attend to it, whatever it is.
     """
     numbers = {part: number for number, part in enumerate(before)}
     parts = torch.full((len(ids),), len(before) + 1)
@@ -263,11 +313,11 @@ def _to_keep(
     if span.begin:
         parts[0] = len(before) + 1
     sums = torch.zeros(span.end - span.begin, len(before) + 1)
-    return ComputedChunk(span.begin, span.end, key, prefix, exact, dict(before), parts, sums)
+    return ComputedChunk(span.begin, span.end, key, prefix, exact, dict(before), parts, sums, base)
 
 
 def _picked(
-    pick: Pick, variant: StoredVariant, begin: int, share: float, prefix: str, deviation: Deviation | None
+    pick: Pick, variant: ReadableVariant, begin: int, share: float, prefix: str, deviation: Deviation | None
 ) -> Tensor:
     """Return the tokens of a chunk that are computed again, (n,) int64."""
     n = variant.facts.n_tokens
@@ -292,7 +342,7 @@ class _Deviation:
         self._rotary = rotations[1]
         self._keys = model.keys_of_second_layer(torch.from_numpy(ids).to(model.device))  # (Hkv, n, key_dim)
 
-    def __call__(self, begin: int, variant: StoredVariant) -> Tensor:
+    def __call__(self, begin: int, variant: ReadableVariant) -> Tensor:
         old = variant.keys(1).to(self._keys.device)
         positions = torch.arange(begin, begin + old.shape[1], device=old.device)
         if self._rotary is not None:

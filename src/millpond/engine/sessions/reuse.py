@@ -35,6 +35,7 @@ class LoadedTurn:
         self.place: TurnPlace | None = None
         self.turn: StoredTurn | None = None
         self.on_release: Callable[[], None] | None = None
+        self.on_ready: Callable[[], None] | None = None
 
     @property
     def nbytes(self) -> int:

@@ -52,6 +52,8 @@ EndMatrix = QuantizedWeight | EmbeddingSource | HeadSource
 
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+#: narrow(index) -> rows (n,) int64, ascending, on the host, that go on behind layer `index`; None: all of a pass.
+Narrow = Callable[[int], Tensor | None]
 
 
 class BlockSource(Protocol):
@@ -105,17 +107,25 @@ class Decoder:
     project_out: Tensor | None = None
     fixed_order: bool = False
 
-    def forward(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor) -> Tensor:
+    def forward(
+        self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor, narrow: Narrow | None = None
+    ) -> Tensor:
         """Return logits (n, vocabulary) of the rows `rows` (n,).
 
-        The tokens `ids` (N,) are at `positions` (N,) of their texts. The rows ascend.
+        The tokens `ids` (N,) are at `positions` (N,) of their texts. The rows ascend, and `narrow` leaves none of them
+        out.
         """
         x = self.embed(ids, positions)
         rotary, dense = self.angles(x, positions), self._ops(x)
-        some = rows if len(rows) < len(ids) else None
         last = len(self.blocks) - 1
         for n, block in enumerate(self.blocks):
-            x = block.forward(x, rotary, attend, dense, some if n == last else None)
+            x = block.forward(x, rotary, attend, dense, rows if n == last and len(rows) < len(x) else None)
+            stay = narrow(block.index) if narrow is not None and n < last else None
+            if stay is not None:
+                stay = stay.to(x.device)
+                x, rows = x[stay], torch.searchsorted(stay, rows)
+                rotary = None if rotary is None else (rotary[0][stay], rotary[1][stay])
+                dense = self._ops(x)
         return self.logits(x)
 
     def in_one_call(self, n: int) -> Layers | None:
