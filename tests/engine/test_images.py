@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -206,3 +207,23 @@ def test_chats_of_llm(template: str | None) -> None:
     with mp.LLM(model, tokenizer=tokenizer) as llm, pytest.raises(ImageError, match="image_processor="):
         llm.chat([{"role": "user", "content": content}])
     assert isinstance(picture(3, 3, 1), Image.Image)
+
+
+def test_a_model_of_a_folder_brings_its_image_processor(tmp_path: Path) -> None:
+    """Strangers' folders are checked as those of models of text are."""
+    url = image_url(1)
+    chat = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+    vision_model("llava").save_pretrained(tmp_path)
+    vision_tokenizer().save_pretrained(tmp_path)
+    params = greedy(NEW, logit_bias=NO_MARKS)
+    with mp.LLM(tmp_path, method="full") as llm:
+        assert llm.engine.images is None
+        with pytest.raises(ImageError, match="image processor"):
+            llm.chat(chat, params)
+    processor().save_pretrained(tmp_path)
+    with mp.LLM(tmp_path, method="full") as llm:
+        (out,) = llm.chat(chat, params)
+    assert list(out.completions[0].token_ids) == alone([90, *[IMAGE] * N_TOKENS, 91], pictures(1))
+    (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "NoSuchProcessor"}')
+    with pytest.raises(OptionError, match="image processor"):
+        mp.LLM(tmp_path, method="full")
