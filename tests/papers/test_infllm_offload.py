@@ -201,6 +201,30 @@ def test_number_formats_of_blocks(codec: str, bits: int, place: str) -> None:
     assert 1e-7 < float(error) < (0.02 if codec == "int8" else 0.2)
 
 
+def test_copies_keep_the_format_of_blocks_to_come() -> None:
+    """A batch is repeated before there is any block; what comes later is codes in both rows."""
+    model, ids = wide(), text(1, 230)
+    with torch.no_grad(), mp.compress(model, "infllm", 180, codec="int8", **WIDE) as kept:
+        model(ids[:, :20], cache=kept)
+        kept.batch_repeat_interleave(2)
+        model(ids[:, 20:].repeat(2, 1), cache=kept)
+        blocks = 2 * ((ids.shape[1] - 4 - 16) // 64)
+        assert 0 < 8 * kept.stats().outside_bytes <= 10 * 2 * 2 * 64 * 64 * blocks
+
+
+def test_the_engine_runs_number_formats_of_blocks() -> None:
+    ids = text(1, 230)
+    with torch.no_grad(), mp.compress(wide(), "infllm", 180, codec="int8", **WIDE) as kept:
+        out = wide().generate(input_ids=ids, attention_mask=torch.ones_like(ids), cache=kept, max_new_tokens=8)
+    options = {"method": "infllm", "options": WIDE, "budget": 180, "codec": "int8", "max_step_tokens": 256}
+    engine = Engine(wide(), kv_memory="4MiB", **options)
+    for name in "ab":
+        engine.add(Request(request_id=name, prompt=tuple(ids[0].tolist()), params=greedy(8)))
+    for output in finish(engine).values():
+        assert list(output.completions[0].token_ids) == out[0, 230:].tolist()
+    engine.close()
+
+
 def test_what_no_block_can_be() -> None:
     for codec, options, message in (
         ("int8", {"offload": "none"}, "give offload='host'"),
