@@ -310,7 +310,10 @@ class BatchCache:
     # ------------------------------------------------------------------ figures
 
     def held(self) -> np.ndarray:
-        """Return entries held in the pool, (n_layers, n_seq, n_kv_heads); heads that a layer lacks count 0."""
+        """Return entries held in the pool, (n_layers, n_seq, n_kv_heads).
+
+        Heads that a layer lacks count 0.
+        """
         stored = [layer_cache.in_pool for layer_cache in self.layers]
         heads = max((s.shape[1] for s in stored), default=0)
         counts = np.zeros((len(stored), self.n_seq, heads), dtype=np.int64)

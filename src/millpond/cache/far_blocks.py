@@ -83,7 +83,9 @@ class BlockFormat:
 
 
 class FarBlocks:
-    """Blocks of one sequence of one layer, in their order; it is replaced and never written to, so copies share it.
+    """Blocks of one sequence of one layer, in their order.
+
+    It is replaced and never written to, so copies share it.
 
     They lie in runs, of which a later one is always the shorter one, so that there are few: a new block joins the run
     before it as the digits of a number do.
@@ -109,7 +111,9 @@ class FarBlocks:
         return sum(part.nbytes for run in self._runs for part in run)
 
     def with_more(self, keys: Tensor, values: Tensor) -> FarBlocks:
-        """Return these blocks and more: keys (H, n, size, key_dim) and values (H, n, size, value_dim).
+        """Return these blocks and more.
+
+        keys: (H, n, size, key_dim), values: (H, n, size, value_dim).
 
         Raises:
             DataError, NumericsError: see `BlockFormat`.
@@ -120,7 +124,9 @@ class FarBlocks:
         return FarBlocks(self.format, self.dims, (*runs, self.format.put(new)))
 
     def read(self, ids: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return keys (H, m, size, key_dim) and values (H, m, size, value_dim) of the blocks `ids` (m,), ascending.
+        """Return keys and values of the blocks `ids` (m,), ascending.
+
+        They are (H, m, size, key_dim) and (H, m, size, value_dim).
 
         Only these are read.
         """
@@ -161,7 +167,9 @@ class FarBlocks:
 def fetched(
     at: Tensor, sinks: int, far: FarBlocks, resident: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Return keys (H, n, key_dim) and values (H, n, value_dim) at positions (n,), wherever they lie.
+    """Return keys and values at positions (n,), wherever they lie.
+
+    They are (H, n, key_dim) and (H, n, value_dim).
 
     Args:
         at: Positions.
@@ -186,7 +194,9 @@ def fetched(
 
 
 def _in_file(part: Tensor) -> Tensor:
-    """Return a tensor whose numbers lie in a file without a name, which is gone with the tensor.
+    """Return a tensor whose numbers lie in a file.
+
+    The file has no name, and is gone with the tensor.
 
     Raises:
         DataError: the file cannot be written.

@@ -97,7 +97,9 @@ class BlockRetrieval:
         return True
 
     def move_out(self, table: PageTable, sequence: int) -> None:
-        """Move blocks that are complete out of the pool, after a pass of a sequence has stored its entries.
+        """Move blocks that are complete out of the pool.
+
+        It is called after a pass of a sequence has stored its entries.
 
         Where pages that others hold leave no room for copies of those that stay, they wait for the next pass.
 

@@ -171,7 +171,7 @@ def _check_frames(stored: dict[str, Tensor], heads: int, dim: int, n_tokens: int
 
 
 def _outside(stored: dict[str, Tensor], heads: int, dim: int, n_tokens: int, need: Need) -> int:
-    """Return the entries of blocks outside of the pool, after checks of their number and shape."""
+    """Return the entries of blocks outside of the pool, once they are checked."""
     if (shape := stored.get("focus.far_shape")) is None:
         return 0
     need(shape.shape == (4,) and shape.dtype == torch.int64, "blocks outside have four numbers")

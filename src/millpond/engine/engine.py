@@ -478,7 +478,9 @@ class Engine:
 
 
 def _image_reader(parts: Components, processor: Any) -> ImageReader | None:
-    """Return the reader of a model's images; None: it takes none, or brings no processor or tokenizer.
+    """Return the reader of a model's images.
+
+    None: it takes none, or brings no processor or tokenizer.
 
     Raises:
         OptionError: a processor for a model of text.

@@ -19,7 +19,10 @@ MAX_NUMBERS = 2**16
 
 
 class ImageNumbers:
-    """Numbers of images by their digests: equal images have one, and no two others ever have the same."""
+    """Numbers of images by their digests.
+
+    Equal images have one, and no two others ever have the same.
+    """
 
     def __init__(self) -> None:
         self._numbers: OrderedDict[bytes, int] = OrderedDict()
@@ -55,7 +58,9 @@ class PromptImages:
         return len(self._pictures)
 
     def share_ids(self, ids: np.ndarray) -> np.ndarray:
-        """Return the ids (prompt,) int64 of a prompt, in which tokens of an image are -1 less its number.
+        """Return the ids of a prompt by which it is shared, (prompt,) int64.
+
+        Tokens of an image are -1 less its number.
 
         So two prompts have the same ids up to a place exactly if they have the same tokens and images up to it.
         """
@@ -70,7 +75,9 @@ class PromptImages:
         return PromptImages(self._pictures[:n], self._numbers[:n], columns, self._encoder) if n else None
 
     def vectors(self, start: int, stop: int) -> tuple[np.ndarray, Tensor] | None:
-        """Return the image tokens among the tokens `start` to `stop` of the prompt, and their embeddings.
+        """Return the image tokens of a part of the prompt, and their embeddings.
+
+        The part is from `start` to `stop`.
 
         Pictures are encoded when their first token is read, and kept up to their last.
 

@@ -15,7 +15,7 @@ _SCAN = b"\xff\xda"
 
 
 class Header(NamedTuple):
-    """What a file says of itself.
+    """Kind and size that a file says it has.
 
     Attributes:
         kind: "PNG", "JPEG", "GIF" or "WEBP".

@@ -90,7 +90,10 @@ class ImageReader:
         return text.replace(self.token, self.token * self.n_tokens)
 
     def _decoded(self, data: bytes, kind: str | None = None) -> Any:
-        """Return an image of Pillow in RGB from the bytes of a file, whose header is checked first."""
+        """Return an image of Pillow in RGB from the bytes of a file.
+
+        Its header is checked first.
+        """
         header = read_header(data)
         if kind not in (None, header.kind):
             raise ImageError(f"the URL says {kind}, and the bytes are a {header.kind}; name the right type")

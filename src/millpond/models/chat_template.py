@@ -70,7 +70,9 @@ def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[
 
 
 def shows_parts(tokenizer: Any, image_token: str, **how: Any) -> bool:
-    """Whether a chat template takes a message as a list of parts, and writes a token for each image among them.
+    """Whether a chat template takes messages as lists of parts.
+
+    It then writes a token for each image among them.
 
     Args:
         tokenizer: Tokenizer with a chat template.
@@ -168,7 +170,10 @@ class _Image(NamedTuple):
 
 
 def _shaped(pieces: Sequence[Any], image_token: str, in_parts: bool) -> Any:
-    """Return the content of a message; one that is neither text nor parts goes to the template as it is."""
+    """Return the content of a message as the template takes it.
+
+    One that is neither text nor parts goes there as it is.
+    """
     if not all(isinstance(piece, str | _Image) for piece in pieces):
         return pieces[0]
     return content_of([piece if isinstance(piece, str) else None for piece in pieces], image_token, in_parts)

@@ -77,7 +77,10 @@ class ImageEncoder:
             )
 
     def encode(self, picture: Picture) -> Tensor:
-        """Return the embeddings (n_tokens, width) of a picture; each is encoded alone, so its bits are its own."""
+        """Return the embeddings (n_tokens, width) of a picture.
+
+        Each is encoded alone, so its bits are its own.
+        """
         return self._features(picture.pixels)
 
     @no_autograd

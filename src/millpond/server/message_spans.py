@@ -106,7 +106,10 @@ def _with(text: str, inserted: Sequence[tuple[int, str]]) -> str:
 
 
 def _with_parts(message: Message, inserted: Sequence[tuple[int, str]]) -> Parts:
-    """Return the parts of a message with texts inserted in pairs around pieces of its text; images stay."""
+    """Return the parts of a message with texts inserted around pieces.
+
+    They come in pairs; images stay.
+    """
     parts: Parts = []
     begin = 0
     for part in message.content if isinstance(message.content, list) else []:

@@ -271,7 +271,10 @@ def plain_chat(messages: Sequence[dict[str, Any]], generation_prompt: bool) -> s
 
 
 def _plain(message: Message, image_token: str) -> dict[str, Any]:
-    """Return a message as templates expect it: one text, and no empty fields; a token stands for each image."""
+    """Return a message as templates expect it: one text, and no empty fields.
+
+    A token stands for each image.
+    """
     fields = message.model_dump(exclude_none=True, exclude={"annotations", "millpond", "content"})
     if message.content is not None:
         fields["content"] = "".join(image_token if piece is None else piece for piece in message.pieces)

@@ -186,7 +186,10 @@ def _language_side(model: nn.Module) -> Any:
 
 
 def _bypassed(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that no pass calls: all but those of an image side, which runs by itself."""
+    """Return the modules that no pass calls.
+
+    These are all but those of an image side, which runs by itself.
+    """
     side, base = _language_side(model), getattr(model, "base_model", model)
     if side is base:
         return list(model.modules())

@@ -89,7 +89,10 @@ def check_parameters(config: PreTrainedConfig, n_bytes: int, where: str) -> None
 
 
 def family_of(config: PreTrainedConfig) -> Any:
-    """Return the class of transformers that makes a model of a configuration: of text, or of images and text."""
+    """Return the class of transformers that makes a model of a configuration.
+
+    It is for models of text, or of images and text.
+    """
     with_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     text_only = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForImageTextToText if with_images and not text_only else AutoModelForCausalLM
