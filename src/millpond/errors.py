@@ -2,6 +2,7 @@
 
 MillpondError
 ├── OptionError (ValueError)         an option or a name that does not exist, or a value out of range
+│   ├── ImageError                   an image that is refused
 │   └── BudgetError                  a budget that cannot be met
 │       └── WouldForgetError         a request that must forget nothing, and would
 ├── DataError (ValueError)           a data file that cannot be read, or lacks a field
@@ -27,6 +28,10 @@ class MillpondError(Exception):
 
 class OptionError(MillpondError, ValueError):
     """An unknown name, an unknown option, or a value out of its range."""
+
+
+class ImageError(OptionError):
+    """An image that is refused: remote, too large, damaged, or of a kind that is not read."""
 
 
 class BudgetError(OptionError):

@@ -30,6 +30,7 @@ NOT_ON_THE_COMMAND_LINE = {
     "page_slots": "for experiments",
     "native_layers": "for experiments; --runner says most of it",
     "tokenizer": "an object",
+    "image_processor": "an object; that of the model is loaded",
     "plan": "the fastest is searched for",
     "prompt_tokens": "of a plan: `millpond plan`",
     "new_tokens": "of a plan: `millpond plan`",

@@ -14,7 +14,8 @@ from millpond.engine.request import CacheOptions, Request
 from millpond.errors import BudgetError, NumericsError, OptionError, UnsupportedModelError
 from millpond.models.load import load_model, load_tokenizer
 from tests.helpers.engine.helpers import add, alone, ask, engine_for, finish, greedy, prompt, tokens
-from tests.helpers.hf.families import family, shared_model, tiny_llava
+from tests.helpers.hf.families import family, shared_model
+from tests.hf.test_vision import vision_model
 
 
 @pytest.fixture
@@ -199,7 +200,7 @@ def test_a_name_in_flight_is_refused(engine: Engine) -> None:
 
 def test_models_that_cannot_run_packed() -> None:
     with pytest.raises(UnsupportedModelError, match="images"):
-        Engine(tiny_llava())
+        Engine(vision_model("qwen2_vl"))
     with pytest.raises(UnsupportedModelError, match="latents"):
         Engine(shared_model("deepseek_v3"))
 

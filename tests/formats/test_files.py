@@ -159,7 +159,7 @@ def test_every_field_of_a_request() -> None:
     assert (found.request.client, found.request.params.max_tokens, found.ages.arrived) == ("anna", 9, 2.0)
     assert found.answers == engine_files.full_snapshot().answers
     said = json.loads(about["request"])
-    own = {"prompt", "params", "cache", "known", "marks"}  # stored in another place, or not at all
+    own = {"prompt", "params", "cache", "known", "marks", "images"}  # stored in another place, or not at all
     assert said["request"].keys() == {one.name for one in fields(Request)} - own
     constraints = {"json_schema", "choice", "grammar", "structural_tag", "ignore_eos"}  # not beside `regex`
     assert said["params"].keys() == {one.name for one in fields(mp.SamplingParams)} - constraints

@@ -9,7 +9,7 @@ import pytest
 
 import millpond as mp
 from millpond.errors import OptionError
-from millpond.models.chat_template import chat_ids
+from millpond.models.chat_template import chat_prompt
 from millpond.models.untrusted.whole_chat import write_whole
 
 _TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
@@ -80,7 +80,7 @@ def test_a_developer_is_read_as_system_where_that_is_known(tokenizer: Any) -> No
 def test_the_message_that_would_vanish_is_named(tokenizer: Any) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "tool", "content": "21 degrees"}]
     with pytest.raises(OptionError, match=r"message 2 has the role 'tool'.*leaves it out"):
-        chat_ids(tokenizer, messages, TEMPLATES["no system"])
+        chat_prompt(tokenizer, messages, TEMPLATES["no system"])
 
 
 def test_an_empty_message_need_not_be_written(tokenizer: Any) -> None:

@@ -36,6 +36,7 @@ ORDER = {
             "registry",
             "typed_json",
         },
+        {"images"},
         {"kernels"},
         {"tiers"},
         {"codec"},

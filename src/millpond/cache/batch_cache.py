@@ -310,12 +310,24 @@ class BatchCache:
     # ------------------------------------------------------------------ figures
 
     def held(self) -> np.ndarray:
-        """Return entries held, (n_layers, n_seq, n_kv_heads); heads that a layer lacks count 0."""
-        stored = [layer_cache.stored for layer_cache in self.layers]
+        """Return entries held in the pool, (n_layers, n_seq, n_kv_heads).
+
+        Heads that a layer lacks count 0.
+        """
+        stored = [layer_cache.in_pool for layer_cache in self.layers]
         heads = max((s.shape[1] for s in stored), default=0)
         counts = np.zeros((len(stored), self.n_seq, heads), dtype=np.int64)
         for layer, entries in enumerate(stored):
             counts[layer, : entries.shape[0], : entries.shape[1]] = entries
+        return counts
+
+    def outside(self) -> np.ndarray:
+        """Return entries held outside of the pool, of all layers and heads together, (n_seq,)."""
+        counts = np.zeros(self.n_seq, dtype=np.int64)
+        for layer_cache in self.layers:
+            selective = layer_cache.sequence_state.selective
+            if selective is not None and layer_cache.table is not None:
+                counts += selective.entries_outside(self.n_seq) * layer_cache.table.n_kv_heads
         return counts
 
     def kv_bytes(self, held: np.ndarray) -> np.ndarray:

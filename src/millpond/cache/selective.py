@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from millpond.cache.entries import read_write
 from millpond.cache.entries.compaction import rows_at
+from millpond.cache.far_blocks import BlockFormat, FarBlocks, Place, fetched
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.types import PerSequence, RotaryEmbedding
+from millpond.codec.spec import Codec
+from millpond.errors import PoolFullError
 from millpond.kernels import ops
 from millpond.kernels.args import AttentionShape, DecodeArgs, EntryRows, PrefillArgs
 from millpond.kernels.eager.softmax import soft_cap, softmax_with_sink, wide
@@ -31,6 +37,7 @@ class Blocks(NamedTuple):
     budget: int
     means: Tensor  #: (n, Hq, key_dim), the representative key of each full block and query head, before RoPE
     scores: Tensor  #: (Hq, m) float32, local attention received by the newest entries, those in no block and no sink
+    far: FarBlocks | None = None  #: the first blocks, which have left the pool; None: none have
 
 
 class Passing(NamedTuple):
@@ -51,12 +58,19 @@ class Passing(NamedTuple):
 
 
 class BlockRetrieval:
-    """The blocks of one layer's sequences; see `SelectiveAttention`."""
+    """The blocks of one layer's sequences; see `SelectiveAttention`.
+
+    Attributes:
+        codec: Number format of blocks, which then lie outside of the pool; None: as the model made them.
+    """
 
     truncatable = False
 
-    def __init__(self, lookup: BlockLookup, known: PerSequence[Blocks] | None = None) -> None:
+    def __init__(
+        self, lookup: BlockLookup, known: PerSequence[Blocks] | None = None, codec: Codec | None = None
+    ) -> None:
         self._lookup = lookup
+        self.codec = codec
         self._known: PerSequence[Blocks] = PerSequence() if known is None else known
 
     def attend(
@@ -69,7 +83,68 @@ class BlockRetrieval:
         q, old = args.q, self._known.get(sequence)
         none = Blocks(budget, q.new_zeros(0, len(q), q.shape[-1], dtype=wide(q.dtype)), q.new_zeros(len(q), 0).float())
         self._known[sequence] = (old or none)._replace(budget=budget)
-        return self._attend(sequence, q, args.q_pos, lambda at: (args.k[:, at], args.v[:, at]), args.shape, rotary)
+        fetch = self._fetch(sequence, lambda at: (args.k[:, at], args.v[:, at]))
+        return self._attend(sequence, q, args.q_pos, fetch, args.shape, rotary)
+
+    def _fetch(self, sequence: int, resident: Fetch) -> Fetch:
+        """Return a reader by position, given one by index among the entries in the pool."""
+        far, sinks = self._known[sequence].far, self._lookup.protect.sinks
+        return resident if far is None else partial(fetched, sinks=sinks, far=far, resident=resident)
+
+    def takes_codec(self, codec: Codec) -> bool:
+        """Store blocks in a number format; True."""
+        self.codec = codec
+        return True
+
+    def move_out(self, table: PageTable, sequence: int) -> None:
+        """Move blocks that are complete out of the pool.
+
+        It is called after a pass of a sequence has stored its entries.
+
+        Where pages that others hold leave no room for copies of those that stay, they wait for the next pass.
+
+        Raises:
+            DataError: the disk cannot be written.
+            NumericsError: a number that the number format cannot hold.
+        """
+        place, blocks = self._place(table), self._known.get(sequence)
+        if place is None or blocks is None:
+            return
+        size, sinks, dims = self._lookup.protect.block, self._lookup.protect.sinks, table.pool.arrays
+        far = blocks.far or FarBlocks(BlockFormat(place, size, self.codec), (dims.key_dim, dims.value_dim))
+        n = len(blocks.means) - far.n
+        if not n:
+            return
+        entries = read_write.read(table, sequence)
+        leaving = slice(sinks, sinks + n * size)
+        more = far.with_more(*(t[:, leaving].reshape(len(t), n, size, -1) for t in (entries.keys, entries.values)))
+        gone = torch.zeros_like(entries.positions, dtype=torch.bool)
+        gone[:, leaving] = True
+        try:
+            read_write.drop(table, sequence, entries, gone)
+        except PoolFullError:
+            return
+        self._known[sequence] = blocks._replace(far=more)
+
+    def _place(self, table: PageTable) -> Place | None:
+        """Return where blocks go; None: they stay in the pool."""
+        offload = self._lookup.offload
+        if offload == "auto":
+            return "host" if self.codec is not None or table.pool.arrays.device.type != "cpu" else None
+        return None if offload == "none" else offload
+
+    def entries_outside(self, n_seq: int) -> npt.NDArray[np.int32]:
+        """Return the entries of each sequence outside of the pool, per KV head, (n_seq,)."""
+        counts = np.zeros(n_seq, dtype=np.int32)
+        for sequence, blocks in self._known.items():
+            counts[sequence] = 0 if blocks.far is None else blocks.far.n * blocks.far.format.size
+        return counts
+
+    @property
+    def bytes_outside(self) -> int:
+        """Bytes of the blocks outside of the pool; those that sequences share count once."""
+        far = {id(blocks.far): blocks.far for blocks in self._known.values() if blocks.far is not None}
+        return sum(blocks.nbytes for blocks in far.values())
 
     def decode(self, table: PageTable, args: DecodeArgs, rotary: RotaryEmbedding | None) -> tuple[Tensor, Tensor]:
         """Decode as `SelectiveAttention.decode`: each sequence reads only its selection."""
@@ -91,22 +166,33 @@ class BlockRetrieval:
                 return rows_at(arrays.keys, ids), rows_at(arrays.values, ids)
 
             own, at = q[sequence][:, None], q_pos[sequence : sequence + 1]
-            head_out, head_lse = self._attend(sequence, own, at, fetch, args.regions.shape, rotary)
+            fetch_all = self._fetch(sequence, fetch)
+            head_out, head_lse = self._attend(sequence, own, at, fetch_all, args.regions.shape, rotary)
             out[sequence], lse[sequence] = head_out[:, 0], head_lse[:, 0]
         return out, lse
 
     def tensors(self, sequence: int) -> dict[str, Tensor]:
         """See `SelectiveAttention.tensors`."""
         known = self._known[sequence]
-        return {"budget": torch.tensor(known.budget), "means": known.means, "scores": known.scores}
+        far = {} if known.far is None else {f"far_{n}": part for n, part in enumerate(known.far.whole())}
+        if known.far is not None:
+            far["far_shape"] = torch.tensor([known.far.n, known.far.format.size, *known.far.dims])
+        return {"budget": torch.tensor(known.budget), "means": known.means, "scores": known.scores, **far}
 
     def adopt(self, stored: dict[str, Tensor]) -> None:
         """See `SelectiveAttention.adopt`."""
-        self._known[0] = Blocks(int(stored["budget"]), stored["means"], stored["scores"])
+        far = None
+        if "far_shape" in stored:
+            place: Place = "disk" if self._lookup.offload == "disk" else "host"
+            _, size, key_dim, value_dim = stored["far_shape"].tolist()
+            names = ("far_0",) if self.codec is not None else ("far_0", "far_1")
+            form = BlockFormat(place, self._lookup.protect.block, self.codec)
+            far = FarBlocks(form, (key_dim, value_dim)).adopted(tuple(stored[name] for name in names), size)
+        self._known[0] = Blocks(int(stored["budget"]), stored["means"], stored["scores"], far)
 
     def copy(self, sequences: list[int] | None = None) -> BlockRetrieval:
         """See `SelectiveAttention.copy`."""
-        return BlockRetrieval(self._lookup, self._known.copy(sequences))
+        return BlockRetrieval(self._lookup, self._known.copy(sequences), self.codec)
 
     def join(self, other: BlockRetrieval, n_seq: int) -> None:
         """See `SelectiveAttention.join`."""
@@ -207,7 +293,8 @@ class BlockRetrieval:
         best = scores.argsort(dim=-1, descending=True, stable=True)[..., :few, None]
         wider = raw[:, None].expand(-1, scores.shape[1], -1, -1, -1)
         means = wider.gather(3, best.expand(*best.shape[:-1], raw.shape[-1])).mean(3).flatten(0, 1)  # (Hq, n, D)
-        return Blocks(blocks.budget, torch.cat([blocks.means, means.transpose(0, 1)]), blocks.scores[:, n * size :])
+        joined = torch.cat([blocks.means, means.transpose(0, 1)])
+        return blocks._replace(means=joined, scores=blocks.scores[:, n * size :])
 
 
 class SparsePrefill:
@@ -239,6 +326,22 @@ class SparsePrefill:
 
     def decode(self, table: PageTable, args: DecodeArgs, rotary: RotaryEmbedding | None) -> None:
         """Return None: a step attends to everything."""
+
+    def takes_codec(self, codec: Codec) -> bool:
+        """Leave codes to the pool; False."""
+        return False
+
+    def move_out(self, table: PageTable, sequence: int) -> None:
+        """Do nothing: entries stay in the pool."""
+
+    def entries_outside(self, n_seq: int) -> npt.NDArray[np.int32]:
+        """Return zeros."""
+        return np.zeros(n_seq, dtype=np.int32)
+
+    @property
+    def bytes_outside(self) -> int:
+        """Zero."""
+        return 0
 
     def tensors(self, sequence: int) -> dict[str, Tensor]:
         """Return no tensors."""
@@ -280,7 +383,8 @@ def _attend_head(
 class SelectiveAttention(Protocol):
     """The attention of one full layer to part of its entries, and its state of each sequence.
 
-    The layer stores everything: the entry at position p of a sequence is in slot p of every head.
+    The layer stores everything: the entry at position p of a sequence is in slot p of every head, less the entries
+    before it that `move_out` has moved out of the pool.
     """
 
     @property
@@ -311,6 +415,23 @@ class SelectiveAttention(Protocol):
         """Store the new entries and attend, as in a step; None to attend to everything."""
         ...
 
+    def takes_codec(self, codec: Codec) -> bool:
+        """Take over the number format of the layer, if only entries outside of the pool have it."""
+        ...
+
+    def move_out(self, table: PageTable, sequence: int) -> None:
+        """Move entries out of the pool after a pass of a sequence, if some may leave."""
+        ...
+
+    def entries_outside(self, n_seq: int) -> npt.NDArray[np.int32]:
+        """Return the entries of each sequence outside of the pool, per KV head, (n_seq,)."""
+        ...
+
+    @property
+    def bytes_outside(self) -> int:
+        """Bytes of entries outside of the pool."""
+        ...
+
     def tensors(self, sequence: int) -> dict[str, Tensor]:
         """Return all state of one sequence, for `adopt`."""
         ...
@@ -320,6 +441,7 @@ class SelectiveAttention(Protocol):
 
         Raises:
             KeyError: a tensor is missing.
+            DataError: blocks outside of the pool have another form.
         """
         ...
 

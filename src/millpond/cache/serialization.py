@@ -166,7 +166,20 @@ def _check_frames(stored: dict[str, Tensor], heads: int, dim: int, n_tokens: int
         need(scores.ndim == 2 and len(scores) == means.shape[1], "each query head has scores")
         need(scores.shape[1] <= n_tokens, f"at most {n_tokens} entries have scores")
         need(means.is_floating_point() and scores.dtype == torch.float32, "means and scores are numbers with a point")
-        need(bool((stored["lens"] == n_tokens).all()), "a layer that looks up blocks holds every token")
+        outside = _outside(stored, heads, dim, n_tokens, need)
+        need(bool((stored["lens"] == n_tokens - outside).all()), "a layer that looks up blocks holds every token")
+
+
+def _outside(stored: dict[str, Tensor], heads: int, dim: int, n_tokens: int, need: Need) -> int:
+    """Return the entries of blocks outside of the pool, once they are checked."""
+    if (shape := stored.get("focus.far_shape")) is None:
+        return 0
+    need(shape.shape == (4,) and shape.dtype == torch.int64, "blocks outside have four numbers")
+    n, size, key_dim, value_dim = shape.tolist()
+    need(1 <= n <= len(stored["focus.means"]) and 1 <= size <= n_tokens, "they are blocks of entries that were read")
+    need(key_dim == dim and value_dim == stored["values"].shape[2], "their entries are those of the layer")
+    need(stored["focus.far_0"].shape[:2] == (n, heads), "each head has its own")
+    return int(n * size)
 
 
 def _fill(layer_cache: LayerCache, stored: dict[str, Tensor], n_tokens: int) -> None:

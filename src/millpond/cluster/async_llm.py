@@ -144,6 +144,11 @@ class AsyncClusterLLM(ClusterClient):
             client.tokenizer = tokenizer
         return client
 
+    @property
+    def images(self) -> None:
+        """None: requests with images move to no other worker, so none are taken."""
+        return None
+
     @cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer, or None."""

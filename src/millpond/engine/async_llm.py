@@ -26,6 +26,7 @@ from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.banned_tokens import Bans
 from millpond.engine.sessions.store import SessionStore
 from millpond.errors import MillpondError
+from millpond.images.reader import ImageReader
 from millpond.kernels.thread_count import end_own_threads
 from millpond.setting import shows_options, split_options
 
@@ -133,6 +134,11 @@ class AsyncLLM:
     def tokenizer(self) -> Any:
         """The model's tokenizer, or None."""
         return self._engine.tokenizer
+
+    @property
+    def images(self) -> ImageReader | None:
+        """Reader of images; None: the model takes text alone."""
+        return self._engine.images
 
     @property
     def vocab_size(self) -> int:

@@ -26,6 +26,7 @@ from millpond.engine.decode_groups import DecodeGroups
 from millpond.engine.file_loads import FileLoads
 from millpond.engine.outputs import EngineStats
 from millpond.engine.prefix_cache import PrefixCache
+from millpond.engine.prompt_images import ImageNumbers
 from millpond.engine.request import CacheOptions
 from millpond.engine.request_table import RequestTable
 from millpond.engine.sampling.sampler import Sampler
@@ -76,6 +77,7 @@ class Components:
         prefix_cache: Pages of prompts that later prompts begin with.
         prefix_store: Disk of these pages; None: there is none.
         shared_prefixes: Common beginnings of planned batches.
+        image_numbers: Numbers of the images of prompts.
         snapshots: Entries of watched requests, by layer.
         swap_files: Files of preempted requests; None: they stay in memory.
         disk_tier: Disk for KV of some layers; None: all are in memory.
@@ -107,6 +109,7 @@ class Components:
     chunk_loads: FileLoads[LoadedChunks] | None
     sessions: SessionReuse | None
     file_loads: tuple[FileLoads[Any], ...]
+    image_numbers: ImageNumbers = field(default_factory=ImageNumbers)
     counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_COUNTED, 0)))
 
     def trim(self) -> None:

@@ -117,7 +117,7 @@ def figures_of(batch_cache: BatchCache, cache_factory: CacheFactory, layers: lis
     heads = sum(layer.n_kv_heads for layer in layers)
     kv_bytes, used = batch_cache.kv_bytes(held).tolist(), batch_cache.used_bytes(held).tolist()
     entry_bytes = sum(cache_factory.entry_bytes(layer) for layer in layers)
-    entries = held.sum((0, 2))
+    entries = held.sum((0, 2)) + batch_cache.outside()
     return [
         KVStats(
             seen=int(seen[s]),

@@ -18,7 +18,7 @@ import torch
 from millpond.cache.batch_cache import BatchCache
 from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.engine.batch_plan import BatchPlan
-from millpond.engine.components import build
+from millpond.engine.components import Components, build
 from millpond.engine.config import EngineConfig
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.fault_isolation import FaultIsolation
@@ -40,6 +40,7 @@ from millpond.engine.step_executor import StepExecutor, names_of
 from millpond.engine.transfer.request_snapshot import RequestSnapshot
 from millpond.engine.transfer.request_transfer import RequestTransfer
 from millpond.errors import OptionError
+from millpond.images.reader import ImageReader
 from millpond.models.weights.streamed import StreamedLayers
 from millpond.runner.packed_model import LayerShape
 from millpond.setting import shows_options
@@ -57,11 +58,13 @@ class Engine:
         config: Settings; None for the defaults.
         streamed: Layers of `model` whose weights are read while it runs; the engine closes it.
         tier: Disk for the keys and values of some layers; None: all are in memory. The engine closes it.
+        image_processor: Image processor of a model that takes images; without one requests bring pictures.
         **options: Fields of `EngineConfig`, in place of those of `config`.
 
     Attributes:
         cache: Options of requests that name none.
         cache_factory: Factory of their caches.
+        images: Reads images for the model, from any one thread; None: it takes text alone, or there is no processor.
         in_step: Names of the requests in the pass that runs now; safe to read from any thread.
         on_step: Called at the end of each step with the step and its seconds; None: nothing is called.
         on_transfer: Called when a request was exported or imported, with its direction, its name, the tokens of its
@@ -80,6 +83,7 @@ class Engine:
         *,
         streamed: StreamedLayers | None = None,
         tier: DiskTier | None = None,
+        image_processor: Any = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         self.config, self.tokenizer = EngineConfig.of(config, options), tokenizer
@@ -87,6 +91,7 @@ class Engine:
             self._parts = parts = build(model, tokenizer, self.config, closing, streamed=streamed, tier=tier)
             self._model, self._scheduler, self._sampler = parts.model, parts.scheduler, parts.sampler
             self._requests, self.cache, self.cache_factory = parts.requests, parts.default_cache, parts.cache_factory
+            self.images = _image_reader(parts, image_processor)
             self._preemptor, self._validator = Preemptor(parts), RequestValidator(parts)
             self._prompt_start, self._executor = PromptStart(parts), StepExecutor(parts)
             self._transfer = RequestTransfer(parts, self._validator)
@@ -470,3 +475,19 @@ class Engine:
         ended_states = self._faults.failed(groups, [state for state, _ in reading], error)
         retired_states = self._ends.retire_all([state for state in self._requests if state.failed])
         return list(dict.fromkeys([*(state for state in ended_states if state.completions), *retired_states]))
+
+
+def _image_reader(parts: Components, processor: Any) -> ImageReader | None:
+    """Return the reader of a model's images.
+
+    None: it takes none, or brings no processor or tokenizer.
+
+    Raises:
+        OptionError: a processor for a model of text.
+    """
+    encoder = parts.model.images
+    if encoder is None and processor is not None:
+        raise OptionError("image_processor= belongs to a model that takes images; leave it out for a model of text")
+    if encoder is None or processor is None or parts.tokenizer is None:
+        return None
+    return ImageReader(processor, parts.tokenizer.convert_ids_to_tokens(encoder.token_id), encoder.n_tokens)

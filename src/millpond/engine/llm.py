@@ -20,14 +20,14 @@ from millpond.engine.offload.open import Placement, folder_of
 from millpond.engine.offload.options import LoadOptions
 from millpond.engine.options import LLMOptions
 from millpond.engine.outputs import EngineStats, RequestOutput
-from millpond.engine.prompts import Prompts, requests_of
+from millpond.engine.prompts import IDS, IMAGES, Prompts, requests_of
 from millpond.engine.request import CacheOptions
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.sessions.store import SessionStore
 from millpond.errors import OptionError, unknown
-from millpond.models.chat_template import Message, chat_ids
+from millpond.models.chat_template import Message, chat_prompt
 from millpond.models.dtype_name import dtype_name
-from millpond.models.load import find_tokenizer, load_model, resolve
+from millpond.models.load import find_image_processor, find_tokenizer, load_model, resolve
 from millpond.models.weights.layout import has_safetensors
 from millpond.optional import require
 from millpond.prompt_marks import PromptMarks
@@ -86,7 +86,9 @@ class LLM:
         """Answer all prompts.
 
         Args:
-            prompts: One or several, texts, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}` or `Prompt`s.
+            prompts: One or several, texts, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}` or `Prompt`s. A
+                mapping may have `images`, a list of data: URLs, bytes of files or images of Pillow: its text has the
+                image token once for each, ids have it `ImageReader.n_tokens` times.
             params: Token choice and stopping, for all of them, or one for each.
             cache: Method, budget and codec of these requests; None: those of the LLM.
             marks: Spans of each prompt that are kept, shared out, forgotten or reported on, and its breakpoints: one
@@ -131,7 +133,7 @@ class LLM:
             if params is not None:
                 raise OptionError("params= and sampling_params= are two names of one argument; give one of them")
             params = sampling_params
-        requests = requests_of(prompts, params, cache, self._names, marks)
+        requests = requests_of(prompts, params, cache, self._names, marks, self.engine.images)
         for request in requests:
             self.engine.require_breakpoints(request)
         try:
@@ -161,6 +163,8 @@ class LLM:
 
         Args:
             messages: `{"role": ..., "content": ...}` each; the answer follows the last one. Or several conversations.
+                A content is a text, or a list of parts: `{"type": "text", "text": ...}` or
+                `{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}`.
             sampling_params: Token choice and stopping of the answers; see `generate`.
             tools: Tools that the template shows to the model.
             chat_template: Another template than the tokenizer's.
@@ -170,15 +174,16 @@ class LLM:
         Raises:
             OptionError: the model has no template, or one that leaves tools or calls out; or something is no
                 message. Also as `generate`.
+            ImageError: an image that is refused, see `ImageReader.read`.
         """
         conversations: list[Any] = list(messages)
         are_several = bool(conversations) and not isinstance(conversations[0], Mapping)
         template_options = {"tools": None if tools is None else list(tools), **(chat_template_kwargs or {})}
-        prompts = [
-            chat_ids(self.tokenizer, conversation, chat_template, template_options)
+        chats = [
+            chat_prompt(self.tokenizer, conversation, chat_template, template_options, self.engine.images)
             for conversation in (conversations if are_several else [conversations])
         ]
-        return self.generate(prompts, sampling_params, **generate)
+        return self.generate([{IDS: ids, IMAGES: images} for ids, images in chats], sampling_params, **generate)
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer: vLLM's name of `tokenizer`."""
@@ -208,7 +213,8 @@ class LLM:
         Raises:
             OptionError, BudgetError, UnsupportedModelError: as `generate`.
         """
-        return self.engine.plan_batch(requests_of(prompts, params, cache, self._names), levels)
+        requests = requests_of(prompts, params, cache, self._names, reader=self.engine.images)
+        return self.engine.plan_batch(requests, levels)
 
     def store_chunks(self, texts: Sequence[str], *, alone: bool = False) -> None:
         """Compute chunks for the chunk store, each after the one before it; stored ones stay.
@@ -320,9 +326,14 @@ def open_engine(model: Any, config: EngineConfig, loading: LoadOptions) -> tuple
             raise OptionError(f"device={loading.device!r} is for a model that is loaded here; move a loaded one itself")
         device = loading.usable_gpu()
         loaded, tokenizer = load(model, tokenizer, dtype, threads, config.weights, config.trust_remote_code)
+        processor = loading.image_processor
+        if processor is None and isinstance(model, str | PathLike) and hasattr(loaded.config, "vision_config"):
+            processor = find_image_processor(model)
         if device is not None:
             loaded = loaded.to(device)
-        return Engine(loaded, tokenizer, config), None
+        return Engine(loaded, tokenizer, config, image_processor=processor), None
+    if loading.image_processor is not None:
+        raise OptionError("image_processor= is for models in memory; leave it out with memory=, plan= or weights=")
     if not isinstance(model, str | PathLike):
         raise OptionError("memory= and plan= belong to a model that is opened here; give its name or folder")
     if config.trust_remote_code:

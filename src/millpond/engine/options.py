@@ -60,6 +60,7 @@ class LLMOptions(EngineOptions, total=False):
     """The same, and how a model is loaded."""
 
     tokenizer: Any
+    image_processor: Any
     dtype: str | torch.dtype | None
     threads: int | None
     memory: str | int | None

@@ -101,7 +101,7 @@ class PrefixCache:
         return (
             bool(ends)
             and other.group.slots == slots
-            and bool((other.ids_array[: ends[0]] == state.ids_array[: ends[0]]).all())
+            and bool((other.share_ids[: ends[0]] == state.share_ids[: ends[0]]).all())
             and self._shares(other)
             and self._same_key(state, other)
         )
@@ -111,7 +111,7 @@ class PrefixCache:
         if state.spans or not state.group.cache_factory.policy.sums_prompt or not self._shares(state):
             return
         waiting = (
-            other.ids_array[: max(self._max_shared_tokens(other), 0)]
+            other.share_ids[: max(self._max_shared_tokens(other), 0)]
             for other in others
             if other is not state
             and other.private_cache is None
@@ -124,7 +124,7 @@ class PrefixCache:
         alike = list(islice(waiting, MAX_COMPARED))
         if alike:
             unit = self._tokens_of_unit(state.group.slots)
-            state.stops = sorted({*state.stops, *common_ends(state.ids_array, alike, unit)})
+            state.stops = sorted({*state.stops, *common_ends(state.share_ids, alike, unit)})
 
     def next_stop(self, state: RequestState) -> int:
         """Return the token of a prompt up to which a part of it may be read in one pass."""
@@ -142,13 +142,13 @@ class PrefixCache:
 
     def _insert_path(self, state: RequestState, batch_cache: BatchCache, n_tokens: int) -> list[PrefixNode]:
         tables = [layer_cache.table for layer_cache in batch_cache.layers if layer_cache.table is not None]
-        return self.tree.keep(self._cache_key(state), state.ids_array[:n_tokens], tables, self._access(state))
+        return self.tree.keep(self._cache_key(state), state.share_ids[:n_tokens], tables, self._access(state))
 
     def _insert_sums(self, state: RequestState, batch_cache: BatchCache) -> None:
         """Keep a part of a prompt and its sums, if memory is free or blocks can be evicted."""
         kind, read = SumKind.of(state.group.cache_factory.policy), state.scheduled.num_computed_tokens
         assert kind is not None, "a policy with sums"
-        path = self.tree.find(self._cache_key(state), state.ids_array[:read], state.group.slots)
+        path = self.tree.find(self._cache_key(state), state.share_ids[:read], state.group.slots)
         if len(path) * state.group.slots == read and kind in path[-1].sums:
             self._insert_path(state, batch_cache, read)
             return
@@ -184,7 +184,7 @@ class PrefixCache:
         path: list[PrefixNode] = []
         if self._shares(state):
             if state.group.cache_factory.policy.sums_prompt:  # it was kept at its breakpoints
-                path = self.tree.find(self._cache_key(state), state.ids_array, state.group.slots)
+                path = self.tree.find(self._cache_key(state), state.share_ids, state.group.slots)
             else:
                 path = self._insert_path(state, batch_cache, len(state.ids))
 
@@ -220,7 +220,7 @@ class PrefixCache:
     def remove(self, state: RequestState) -> None:
         """Remove the blocks of a request that no other kept block follows."""
         if self._shares(state):
-            path = self.tree.find(self._cache_key(state), state.ids_array, state.group.slots)
+            path = self.tree.find(self._cache_key(state), state.share_ids, state.group.slots)
             while self.tree.shorten(path):
                 pass
 
@@ -241,7 +241,7 @@ class PrefixCache:
         max_shared = self._max_shared_tokens(state)
         if not self._shares(state) or max_shared <= 0:
             return []
-        path = self.tree.find(self._cache_key(state), state.ids_array[:max_shared], state.group.slots)
+        path = self.tree.find(self._cache_key(state), state.share_ids[:max_shared], state.group.slots)
         kind = SumKind.of(state.group.cache_factory.policy)
         if kind is None:
             return path[: self._whole_units(state, len(path))]
@@ -266,7 +266,7 @@ class PrefixCache:
         max_shared = self._max_shared_tokens(state)
         if not self.tree.n_stored or max_shared <= 0 or SumKind.of(state.group.cache_factory.policy) is not None:
             return [], []
-        kind, shared_ids, slots = self._cache_key(state), state.ids_array[:max_shared], state.group.slots
+        kind, shared_ids, slots = self._cache_key(state), state.share_ids[:max_shared], state.group.slots
         path = self.tree.find(kind, shared_ids, slots)
         return path, self.tree.find_stored(kind, shared_ids, slots, path)
 

@@ -8,10 +8,13 @@ from typing import Any, TypeVar
 from millpond.engine.chunks.prompt import Prompt
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.params import SamplingParams
-from millpond.errors import OptionError
+from millpond.errors import ImageError, OptionError
+from millpond.images.picture import Picture
+from millpond.images.reader import ImageReader
 from millpond.prompt_marks import PromptMarks
 
 T = TypeVar("T")
+PromptInput = str | tuple[int, ...] | Prompt
 
 #: Prompts of `LLM.generate`: a text, token ids, a mapping with one of them, or a `Prompt` of texts and chunks; or
 #: several.
@@ -27,6 +30,8 @@ Prompts = (
 )
 #: Keys of a prompt that is a mapping: its text, or its token ids.
 TEXT, IDS = "prompt", "prompt_token_ids"
+#: Key of its images, for a model that takes images.
+IMAGES = "images"
 _SHAPES = (
     "a prompt is a text, a list of token ids, {'prompt': text}, {'prompt_token_ids': ids} or a Prompt; several are a "
     "list of them"
@@ -39,13 +44,23 @@ def requests_of(
     cache: CacheOptions | None,
     names: Iterator[int],
     marks: PromptMarks | Sequence[PromptMarks] | None = None,
+    reader: ImageReader | None = None,
 ) -> list[Request]:
     """Return a request for each prompt, named by the next numbers.
 
+    Args:
+        prompts: The prompts.
+        params: Token choice of all, or of each.
+        cache: Cache options of all.
+        names: Numbers of requests.
+        marks: Marks of all, or of each.
+        reader: Reads their images; None: there may be none.
+
     Raises:
         OptionError: something that is no prompt, or another number of params or marks.
+        ImageError: an image that is refused, or a text without a place for it.
     """
-    each = prompts_of(prompts)
+    each = [_with_images(prompt, reader) for prompt in _each(prompts)]
     params_by_prompt = _for_each(SamplingParams() if params is None else params, SamplingParams, "params", len(each))
     marks_by_prompt = _for_each(PromptMarks() if marks is None else marks, PromptMarks, "marks", len(each))
     return [
@@ -55,23 +70,47 @@ def requests_of(
             params=prompt_params,
             cache=cache or CacheOptions(),
             marks=prompt_marks,
+            images=pictures,
         )
-        for prompt, prompt_params, prompt_marks in zip(each, params_by_prompt, marks_by_prompt, strict=True)
+        for (prompt, pictures), prompt_params, prompt_marks in zip(each, params_by_prompt, marks_by_prompt, strict=True)
     ]
 
 
-def prompts_of(user_prompts: Prompts) -> list[str | tuple[int, ...] | Prompt]:
-    """Return each prompt that a user gave.
+def prompts_of(user_prompts: Prompts) -> list[PromptInput]:
+    """Return each prompt that a user gave, without its images.
 
     Raises:
         OptionError: it is none; the message names the shapes.
     """
+    return [_prompt(prompt) for prompt in _each(user_prompts)]
+
+
+def _each(user_prompts: Prompts) -> list[Any]:
+    """Return the prompts of a list, or the one that there is."""
     if isinstance(user_prompts, str | Prompt | Mapping):
-        return [_prompt(user_prompts)]
+        return [user_prompts]
     prompts = _listed(user_prompts)
-    if prompts and all(map(_is_id, prompts)):
-        return [tuple(prompts)]
-    return [_prompt(prompt) for prompt in prompts]
+    return [tuple(prompts)] if prompts and all(map(_is_id, prompts)) else prompts
+
+
+def _with_images(user_prompt: Any, reader: ImageReader | None) -> tuple[PromptInput, tuple[Picture, ...]]:
+    """Return a prompt with places for its images, and the images.
+
+    Raises:
+        ImageError: there is no reader, or see `ImageReader`.
+    """
+    prompt = _prompt(user_prompt)
+    if not isinstance(user_prompt, Mapping) or not user_prompt.get(IMAGES):
+        return prompt, ()
+    images = user_prompt[IMAGES]
+    if not isinstance(images, Sequence) or isinstance(images, str | bytes):
+        raise ImageError(f"{IMAGES!r} of a prompt is a list of images, not {type(images).__name__}")
+    if reader is None:
+        raise ImageError(
+            f"{len(images)} images: this model takes text alone, or was loaded without its image processor; leave "
+            "them out, or give image_processor="
+        )
+    return reader.expand(prompt, len(images)) if isinstance(prompt, str) else prompt, reader.read_all(images)
 
 
 def _listed(sequence: Any) -> list[Any]:
@@ -84,7 +123,7 @@ def _listed(sequence: Any) -> list[Any]:
     return list(sequence)
 
 
-def _prompt(user_prompt: Any) -> str | tuple[int, ...] | Prompt:
+def _prompt(user_prompt: Any) -> PromptInput:
     """Return one prompt."""
     if isinstance(user_prompt, str | Prompt):
         return user_prompt
@@ -99,13 +138,14 @@ def _prompt(user_prompt: Any) -> str | tuple[int, ...] | Prompt:
 def _of_mapping(mapping: Mapping[str, Any]) -> str | tuple[int, ...]:
     if "role" in mapping:
         raise OptionError(f"{_short(mapping)} is a message of a chat, and no prompt: call LLM.chat with the messages")
-    text, ids = mapping.get(TEXT), mapping.get(IDS)
-    if set(mapping) == {TEXT} and isinstance(text, str):
+    text, ids, keys = mapping.get(TEXT), mapping.get(IDS), set(mapping) - {IMAGES}
+    if keys == {TEXT} and isinstance(text, str):
         return text
-    if set(mapping) == {IDS} and not isinstance(ids, str) and all(map(_is_id, token_ids := _listed(ids))):
+    if keys == {IDS} and not isinstance(ids, str) and all(map(_is_id, token_ids := _listed(ids))):
         return tuple(token_ids)
     raise OptionError(
-        f"{_short(mapping)} is no prompt: a mapping has {TEXT!r}, a text, or {IDS!r}, a list of ids alone"
+        f"{_short(mapping)} is no prompt: a mapping has {TEXT!r}, a text, or {IDS!r}, a list of ids alone, and may "
+        f"have {IMAGES!r}"
     )
 
 

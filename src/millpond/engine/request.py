@@ -11,6 +11,7 @@ from millpond.codec import CodecSpec
 from millpond.engine.chunks.prompt import Prompt
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.settings import OnPressure as OnPressure
+from millpond.images.picture import Picture
 from millpond.option_files import OptionFile
 from millpond.policy.reuse import Pick, Recompute
 from millpond.prompt_marks import PromptMarks
@@ -70,6 +71,8 @@ class Request:
             client: they are fed after the prompt and its plan, and further tokens are chosen. Empty: none.
         tell_read: Give outputs while the prompt is read, too, with how far it is (`RequestOutput.read`).
         marks: Spans of the prompt with a treatment of their own, and its breakpoints.
+        images: Pictures of the prompt in their order, for a model that takes images; the prompt has
+            `ImageReader.n_tokens` image tokens in the place of each.
     """
 
     request_id: str
@@ -84,3 +87,4 @@ class Request:
     known: tuple[tuple[int, ...], ...] = ()
     tell_read: bool = False
     marks: PromptMarks = field(default_factory=PromptMarks)
+    images: tuple[Picture, ...] = ()

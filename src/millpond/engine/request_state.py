@@ -14,6 +14,7 @@ from millpond.engine.chunks.prompt import Prompt, PromptSpan
 from millpond.engine.completion import CompletionState
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.outputs import RequestOutput, Times, TokenLogprob
+from millpond.engine.prompt_images import PromptImages
 from millpond.engine.request import Request
 from millpond.engine.scheduler_request import MemoryNeed, RequestStatus, SchedulerRequest
 from millpond.errors import MillpondError
@@ -83,7 +84,9 @@ class RequestState:
         failed_at: Tokens of its prompt that were read, and of its answers, when a pass with a part of it last failed.
         suspicion: Record of such a pass; None: there was none, or the request has passed alone since.
         whole_need: Most bytes that it holds without a shared prefix.
+        images: Images of its prompt; None: it has none.
         ids_array: `ids` as an array, (prompt,) int64.
+        share_ids: The same, with tokens of images by what they show: prompts share beginnings by these.
     """
 
     request: Request
@@ -107,11 +110,14 @@ class RequestState:
     restored_exact: bool = True
     failed_at: tuple[int, int] = (-1, 0)
     suspicion: Suspicion | None = None
+    images: PromptImages | None = None
     whole_need: MemoryNeed = field(init=False)
     ids_array: np.ndarray = field(init=False)  #: (prompt,) int64, `ids` again
+    share_ids: np.ndarray = field(init=False)  #: (prompt,) int64
 
     def __post_init__(self) -> None:
         self.ids_array = np.array(self.ids, dtype=np.int64)
+        self.share_ids = self.ids_array if self.images is None else self.images.share_ids(self.ids_array)
         self.whole_need = self.scheduled.memory_need
 
     @property

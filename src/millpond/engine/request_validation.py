@@ -14,11 +14,12 @@ from millpond.engine.diagonal_schedule import growth_bytes
 from millpond.engine.memory_estimate import estimate
 from millpond.engine.outputs import Times, TokenLogprob
 from millpond.engine.prefix_cache import can_share
+from millpond.engine.prompt_images import images_of
 from millpond.engine.prompt_marks import answer_without_loss, block_ends, check_marks
 from millpond.engine.request import MAX_SALT, OnPressure, Request
 from millpond.engine.request_state import RequestState
 from millpond.engine.scheduler_request import SchedulerRequest
-from millpond.errors import BudgetError, OptionError, unknown
+from millpond.errors import BudgetError, ImageError, OptionError, unknown
 from millpond.policy.reuse import check_pick, check_recompute
 from millpond.runner.packed_model import check_tokens
 
@@ -32,7 +33,7 @@ class RequestValidator:
 
     def __init__(self, parts: Components) -> None:
         self._chunks, self._prefix_cache = parts.chunk_reuse, bool(parts.config.prefix_cache)
-        self._on_pressure = parts.config.on_pressure
+        self._on_pressure, self._image_numbers = parts.config.on_pressure, parts.image_numbers
         self._model, self._decode_groups, self._memory_limit = parts.model, parts.decode_groups, parts.memory
         self._scheduler, self._sampler, self._tokenizer = parts.scheduler, parts.sampler, parts.tokenizer
 
@@ -47,9 +48,11 @@ class RequestValidator:
             OptionError: a prompt that is empty, longer than the model's context or needs a tokenizer; a value out of
                 range. Also what `compress` raises.
             BudgetError: the request can never fit the memory.
+            ImageError: images that the model does not take, or in other places than the prompt's.
         """
         arrived = time.monotonic()
         ids, spans = self.ids_of(request) if ids is None else (ids, [])
+        images = images_of(ids, request.images, self._model.images, self._image_numbers)
         most = self._max_new_tokens(request, len(ids))
         params = request.params
         self._sampler.check(params, self._model.vocabulary)
@@ -67,6 +70,8 @@ class RequestValidator:
         group.cache_factory.check_prompt(len(ids))
         most = self._within_budget(request, group, len(ids), most)
         check_marks(request.marks, group.cache_factory, self._model.layers, len(ids), bool(spans))
+        if spans and images is not None:
+            raise ImageError("a prompt with chunks has images: chunks are texts; give their texts without Chunk")
         if spans and not self._uses_chunks(request, spans, group):
             spans = []
         reach = group.cache_factory.reach
@@ -109,6 +114,7 @@ class RequestValidator:
             Times(arrived),
             prompt_logprobs=logprobs,
             spans=spans,
+            images=images,
             stops=self._stops(request, len(ids), bool(spans), group),
         )
 

@@ -205,6 +205,12 @@ class LoadSettings:
         more="Without one, prompts are token ids, answers have no text, and what needs texts is refused.",
         default_text="loaded with the model",
     )
+    image_processor: Any = setting(
+        None,
+        "The image processor of a model that takes images.",
+        more="Without one, images are refused.",
+        default_text="loaded with the model",
+    )
     dtype: str | torch.dtype | None = setting(
         None,
         "auto, f32, bf16 or f16; float32, bfloat16 and float16 are the same.",

@@ -20,6 +20,7 @@ from millpond.engine.prompt_end import PromptEnd
 from millpond.engine.request_state import RequestState
 from millpond.engine.sampling.sampler import BadLogitsError, Sampled
 from millpond.engine.sampling.token_choice import score_tokens
+from millpond.models.lean.decoder import GivenRows
 from millpond.runner.packed_cache import Segment
 from millpond.runner.packed_model import PackedModel
 
@@ -35,6 +36,7 @@ class PromptSegment:
         ends: Whether the prompt ends with them.
         every_row: Whether the logits of all tokens are needed; else of none, or of the last where the prompt ends.
         span: Choice of the tokens to compute, in a prompt with chunks; None: all.
+        given: Places of image tokens in the segment, (m,) int64, and their embeddings (m, width); None: it has none.
     """
 
     batch_cache: BatchCache
@@ -43,6 +45,7 @@ class PromptSegment:
     ends: bool
     every_row: bool
     span: PartialSpan | None = None
+    given: tuple[np.ndarray, Tensor] | None = None
 
     @property
     def computed(self) -> np.ndarray:
@@ -66,6 +69,7 @@ def run(model: PackedModel, groups: Sequence[DecodeGroup], prompt_segments: Sequ
     positions: list[np.ndarray] = []
     segments: list[Segment] = []
     needed: list[np.ndarray] = []
+    given: list[tuple[np.ndarray, Tensor]] = []
     begin = 0
 
     def add_segment(
@@ -94,6 +98,8 @@ def run(model: PackedModel, groups: Sequence[DecodeGroup], prompt_segments: Sequ
     for segment in prompt_segments:
         cache, rows = segment.batch_cache, segment.computed
         cache.begin(torch.from_numpy(segment.ids[None]).to(model.device))
+        if segment.given is not None:
+            given.append((begin + segment.given[0], segment.given[1]))
         begin_at = segment.start - int(cache.tracker.closed.sum())  # of its only sequence, if it has begun
         add_segment(cache, segment.ids[rows], begin_at + rows, segment.rows, segment.span, False)
     logit_rows = np.concatenate(needed)
@@ -104,9 +110,18 @@ def run(model: PackedModel, groups: Sequence[DecodeGroup], prompt_segments: Sequ
         torch.from_numpy(np.concatenate(positions)).to(model.device),
         segments,
         model_rows,
+        _joined(given, model.device),
     )
     ends = np.cumsum([len(rows) for rows in needed]).tolist()
     return [logits[end - len(rows) : end] for end, rows in zip(ends, needed, strict=True)]
+
+
+def _joined(given: Sequence[tuple[np.ndarray, Tensor]], device: torch.device) -> GivenRows | None:
+    """Return the rows of all segments whose embeddings are given; None: there are none."""
+    if not given:
+        return None
+    rows = torch.from_numpy(np.concatenate([places for places, _ in given])).to(device)
+    return GivenRows(rows, torch.cat([vectors for _, vectors in given]))
 
 
 class StepExecutor:
@@ -201,7 +216,9 @@ class StepExecutor:
         ends = start + n == len(state.ids) and not state.scheduled.is_shared_prefix
         span = None if state.blend is None else state.blend.span(start, start + n)
         ids, every_row = state.ids_array[start : start + n], state.prompt_logprobs is not None
-        return PromptSegment(state.private_cache, ids, start, ends, every_row, span)
+        image_rows = None if state.images is None else state.images.vectors(start, start + n)
+        given = None if image_rows is None else (image_rows[0] - start, image_rows[1])
+        return PromptSegment(state.private_cache, ids, start, ends, every_row, span, given)
 
     def _add_computed_tokens(self, state: RequestState, n: int, computed: int) -> None:
         """Count `n` more tokens of a prompt in its cache, of which `computed` were computed."""

@@ -12,6 +12,7 @@ from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.hf.fork import pages_of
 
 if TYPE_CHECKING:
+    from millpond.cache.layer.layer_storage import LayerStorage
     from millpond.hf.protocol import LayerCaches
 
 
@@ -40,6 +41,8 @@ class CacheStats:
             (Gemma 3n).
         state_bytes: Bytes of these states, which have one size however long the text is and are in no other count.
         gate_bytes: Bytes of the contexts of trained gates (`attention_gate`), in no other count.
+        outside_bytes: Bytes of keys and values in host memory or in files, of blocks that have left the pages
+            (`infllm`), in no other count.
     """
 
     seen: list[int]
@@ -59,6 +62,7 @@ class CacheStats:
     shared_layers: dict[int, int]
     state_bytes: int
     gate_bytes: int
+    outside_bytes: int
 
 
 def measure(cache: LayerCaches) -> CacheStats:
@@ -96,7 +100,13 @@ def measure(cache: LayerCaches) -> CacheStats:
         shared_layers=dict(cache.shared_layers),
         state_bytes=cache.states.nbytes(),
         gate_bytes=sum(layer_cache.sequence_state.context_bytes for layer_cache in cache.layer_caches),
+        outside_bytes=sum(_outside(layer_cache) for layer_cache in cache.layer_caches),
     )
+
+
+def _outside(layer_cache: LayerStorage) -> int:
+    selective = layer_cache.sequence_state.selective
+    return 0 if selective is None else selective.bytes_outside
 
 
 def _layer_bytes(table: PageTable | None) -> int:

@@ -10,7 +10,7 @@ from millpond.codec.spec import Codec
 from millpond.errors import BudgetError, OptionError
 from millpond.methods import method
 from millpond.option_ranges import POSITIONS, SOME_POSITIONS, Range, check_parts
-from millpond.policy.needs import Needs
+from millpond.policy.needs import Needs, Offload
 from millpond.policy.policy import WAY_OUT, Policy
 from millpond.policy.protect import Protect
 
@@ -74,12 +74,14 @@ class BlockRetrievalPolicy(Policy):
         representatives: Entries of a block whose mean key stands for it.
         together: Queries of a prompt that look up one set of blocks.
         far: Where a looked-up entry stands: all at one distance, after the local ones, or where the text put them.
+        offload: Where blocks lie.
     """
 
     protect: AlwaysAttended = field(default_factory=AlwaysAttended)
     representatives: int = 4
     together: int = TOGETHER
     far: Literal["one_distance", "true"] = "one_distance"
+    offload: Offload = "auto"
 
     def __post_init__(self) -> None:
         Policy.__post_init__(self)
@@ -114,7 +116,17 @@ class BlockRetrievalPolicy(Policy):
         )
 
     def codec_refusal(self, codec: Codec) -> str | None:
-        return f"this method looks single positions up in plain pages; {WAY_OUT}"
+        if self.offload == "none":
+            return f"this method looks single positions up in plain pages; give offload='host', or {WAY_OUT}"
+        special = codec.rotated or codec.balanced or codec.prune or codec.tiered or codec.calibrated or codec.pre_rope
+        if special or codec.key_scales is not None:
+            return f"this method stores blocks in formats of plain groups, such as 'kivi4' or 'int8'; {WAY_OUT}"
+        if self.protect.block % codec.slots:
+            return (
+                f"it groups {codec.slots} entries, and a block has {self.protect.block}; give block={codec.slots} or a "
+                "multiple of it"
+            )
+        return None
 
 
 @method("infllm", paper="arXiv:2402.04617")
@@ -134,24 +146,30 @@ def infllm(
     far: Annotated[
         Literal["one_distance", "true"], "sinks and looked-up entries stand right after the local ones, or in place"
     ] = "one_distance",
+    offload: Annotated[
+        Offload, "blocks lie in the pool (none), in host memory or in files; auto: host, if the pool is a GPU's"
+    ] = "auto",
 ) -> Policy:
     """Store everything; attend to sinks, newest entries and blocks that fit the query best.
 
-    No memory is saved: the budget says how much a query attends to. When `block` entries have left the local window
-    they become a block. r_j = sum_i A_ij over the queries i that had j in their window; per query head the mean of the
-    `representatives` keys with the highest r, before RoPE, stands for the block. A query looks up the blocks of highest
-    sum_h <q_h, mean_bh>, one set for all heads; a prompt does so for `together` queries at once, by their mean, among
-    the blocks that were there before them. Local entries have their true distances. All others are local - 1 positions
-    away: q is rotated by that, keys not at all. One softmax goes over both. Entries that fill no block yet are attended
-    to as far ones. budget = sinks + local + block + looked-up blocks, so the paper's setting of 16 blocks is
-    budget=6400, local=4096, sinks=128, block=128.
+    The budget says how much a query attends to, and blocks lie where `offload` says. When `block` entries have left the
+    local window they become a block. r_j = sum_i A_ij over the queries i that had j in their window; per query head the
+    mean of the `representatives` keys with the highest r, before RoPE, stands for the block. A query looks up the
+    blocks of highest sum_h <q_h, mean_bh>, one set for all heads; a prompt does so for `together` queries at once, by
+    their mean, among the blocks that were there before them. Local entries have their true distances. All others are
+    local - 1 positions away: q is rotated by that, keys not at all. One softmax goes over both. Entries that fill no
+    block yet are attended to as far ones. budget = sinks + local + block + looked-up blocks, so the paper's setting of
+    16 blocks is budget=6400, local=4096, sinks=128, block=128. Blocks that have left the pool are read when they are
+    looked up, and no others; with a codec they are stored in it, and sinks and newest entries as they are.
 
     Departs from the paper: as in the official code r sums attention after the softmax. A query whose text fits into
-    the budget attends to all of it at true distances. The blocks stay in the page pool, where the paper moves them to
-    the host's memory. Layers with a sliding window attend as ever. Defaults are smaller than the paper's, in proportion
-    to budgets of some hundred entries. Prompts in chunks give the same result where chunks hold whole multiples of
-    `together`; by default all of a prompt is read in one pass. Lookups run in torch operations, while decoding
-    sequence by sequence: a step takes several times as long as one over the whole cache.
+    the budget attends to all of it at true distances. On a GPU all blocks leave the pool for the host's memory, where
+    the paper keeps recently used ones on the GPU; on a CPU, whose pool is the host's memory, they stay unless `offload`
+    moves them. They leave when the pass that completes them ends, so that a prompt is in the pool as a whole, and an
+    engine reserves memory as if they stayed. Layers with a sliding window attend as ever. Defaults are smaller than the
+    paper's, in proportion to budgets of some hundred entries. Prompts in chunks give the same result where chunks hold
+    whole multiples of `together`; by default all of a prompt is read in one pass. Lookups run in torch operations,
+    while decoding sequence by sequence: a step takes several times as long as one over the whole cache.
     """
     if isinstance(local, float) and local >= 1:
         raise OptionError(f"infllm: local={local} is a share of the budget, below 1; give a whole number for a count")
@@ -160,4 +178,5 @@ def infllm(
         representatives=representatives,
         together=together,
         far=far,
+        offload=offload,
     )

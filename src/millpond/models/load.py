@@ -19,7 +19,6 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -35,8 +34,9 @@ from millpond.models.dtype_name import dtype_name
 from millpond.models.gguf.convert import converted_folder, find_gguf
 from millpond.models.gguf.converted import NOTE
 from millpond.models.installed import installed_folder, installed_models
-from millpond.models.untrusted.config import check_config, check_parameters, check_templates
+from millpond.models.untrusted.config import check_config, check_parameters, check_templates, family_of
 from millpond.models.untrusted.folder import check_model_folder
+from millpond.optional import require
 
 T = TypeVar("T")
 
@@ -45,6 +45,8 @@ CONNECT_S = 5.0
 
 #: Names of files that hold weights.
 _OF_WEIGHTS = re.compile(r"\.(safetensors|bin|pt|pth|h5|msgpack)$")
+#: Names of files that image processors are saved in.
+_OF_IMAGE_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 #: Names of files that tokenizers are saved in.
 _OF_TOKENIZERS = re.compile(r"token|vocab|merges|spiece|tekken|\.(model|bpe|spm)$", re.IGNORECASE)
 
@@ -104,7 +106,8 @@ def load_model(
         if not trust_remote_code and _is_strangers(path):
             config = AutoConfig.from_pretrained(path, trust_remote_code=False)
             check_parameters(config, _bytes_of_weights(Path(path)), f"{path}/config.json")
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        loaded: PreTrainedModel = family_of(config).from_pretrained(
             path, dtype=torch_dtype, trust_remote_code=trust_remote_code
         )
         return loaded
@@ -151,6 +154,28 @@ def find_tokenizer(name: str | os.PathLike[str], *, trust_remote_code: bool = Fa
     if folder.is_dir() and not any(_OF_TOKENIZERS.search(file.name) for file in folder.iterdir()):
         return None
     return load_tokenizer(name, trust_remote_code=trust_remote_code)
+
+
+def find_image_processor(name: str | os.PathLike[str]) -> Any:
+    """Return the image processor of a model, or None for a local folder without files of one.
+
+    It is the one of Pillow and NumPy; a folder's own code is not run.
+
+    Raises:
+        OptionError, DataError: there is one that cannot be loaded, see `load_tokenizer`.
+    """
+    folder = Path(resolve(name, None))
+    if folder.is_dir() and not any((folder / file).is_file() for file in _OF_IMAGE_PROCESSORS):
+        return None
+
+    def load(path: str) -> Any:
+        require("PIL.Image", "vision", "the image processor of a model")
+        from transformers import AutoImageProcessor  # here: it imports Pillow
+
+        loader: Any = AutoImageProcessor
+        return loader.from_pretrained(path, backend="pil", trust_remote_code=False)
+
+    return _load(name, load, None, False, "the image processor (preprocessor_config.json)")
 
 
 def _load(

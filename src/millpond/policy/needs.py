@@ -38,6 +38,11 @@ class AlwaysSeen(Protocol):
         ...
 
 
+#: Where blocks lie that queries look up: in the pool, in host memory or in files; "auto": in host memory where the pool
+#: is that of an accelerator, or where blocks are stored in a number format.
+Offload = Literal["auto", "none", "host", "disk"]
+
+
 class BlockLookup(Protocol):
     """Making, comparing and looking up of blocks of entries."""
 
@@ -54,6 +59,11 @@ class BlockLookup(Protocol):
     @property
     def together(self) -> int:
         """Queries of a prompt that look up one set of blocks."""
+        ...
+
+    @property
+    def offload(self) -> Offload:
+        """Where blocks lie."""
         ...
 
     @property

@@ -75,9 +75,9 @@ class CacheLayout:
         return self.pools.of(layer.index).reading(layer.key_dim, layer.value_dim, self._dtype, self._device)
 
     def codec(self, layer: LayerShape) -> Codec | None:
-        """Return the codec of a layer's entries; None where they are stored plain."""
-        codec = self.pools.of(layer.index).codec
-        return None if codec is None or (layer.window and codec.tiered) else codec
+        """Return the codec of a layer's entries in the pool; None where they are stored plain."""
+        codec, looks_up = self.pools.of(layer.index).codec, self.policy.needs.block_lookup is not None
+        return None if codec is None or (codec.tiered if layer.window else looks_up) else codec
 
     def packed_pools(self, layer: LayerShape) -> list[QuantizedPool]:
         """Return the pools of a layer's codes, one per age band; [] if entries are stored plain."""

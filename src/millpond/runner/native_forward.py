@@ -22,7 +22,7 @@ from millpond.kernels.cuda_graphs import GraphRecorder, StepInputs, key_of, reco
 from millpond.kernels.decoder_ops import TOLERANCE, FixedOrder, NativeDense, choose
 from millpond.kernels.thread_count import torch_on_one_thread
 from millpond.models.lean.block import Attend
-from millpond.models.lean.decoder import Decoder, StreamedBlocks
+from millpond.models.lean.decoder import Decoder, GivenRows, StreamedBlocks
 from millpond.models.lean.describe import describe, in_file, moving, watch
 from millpond.models.lean.fuse import code_bytes, quantized, release
 from millpond.models.lean.watch import Watch, own_forward
@@ -240,7 +240,9 @@ class NativeForward:
         """
         return self._watch is None or self._watch.unchanged()
 
-    def forward(self, ids: Tensor, positions: Tensor, split: SegmentedAttention, rows: Tensor) -> Tensor:
+    def forward(
+        self, ids: Tensor, positions: Tensor, split: SegmentedAttention, rows: Tensor, given: GivenRows | None = None
+    ) -> Tensor:
         """Return logits (n, vocabulary) of some rows of a packed pass.
 
         Where native kernels compute, torch's small loops between them run on this thread alone.
@@ -250,10 +252,13 @@ class NativeForward:
             positions: Positions of the tokens in their texts, (N,).
             split: Attention of each segment of the rows.
             rows: Rows whose logits are needed, (n,).
+            given: Rows whose embeddings are given; None: all are looked up.
         """
         self._move_on()
         natively = isinstance(self._decoder.ops(len(ids)), NativeDense | FixedOrder)
         with torch_on_one_thread() if natively else nullcontext():
+            if given is not None:
+                return self._decoder.forward(ids, positions, self._by_rows(split.rows), rows, split.narrow, given)
             return self._forward(ids, positions, split, rows)
 
     def _forward(self, ids: Tensor, positions: Tensor, split: SegmentedAttention, rows: Tensor) -> Tensor:

@@ -27,7 +27,9 @@ from millpond.hf.shared_keys import readers_of
 from millpond.hf.signals.rotary import CHANGING
 from millpond.kernels.quantized_weight import FORMATS
 from millpond.models.cache_argument import cache_argument
+from millpond.models.lean.decoder import GivenRows
 from millpond.models.weights.streamed import StreamedLayers
+from millpond.runner.image_encoder import ImageEncoder, check_images
 from millpond.runner.native_forward import NativeForward
 from millpond.runner.packed_cache import (
     FunctionAttention,
@@ -90,6 +92,7 @@ class PackedModel:
         weight_bytes: Bytes of the weights in memory, with the slots of `streamed`.
         runner: The runner that is used, "lean" or "modules".
         deterministic: Whether rows have the same bits in every pass.
+        images: Makes embeddings of images; None: the model takes text alone.
 
     Raises:
         UnsupportedModelError: the model cannot run on packed rows, or not lean; the message says why.
@@ -123,6 +126,7 @@ class PackedModel:
         model = unwrapped(model)
         profile = supported(model)
         _check_packable(profile)
+        check_images(profile, weights)
         self._streamed = streamed
         self.deterministic = deterministic
         self.model = model
@@ -153,6 +157,7 @@ class PackedModel:
             self.weight_bytes = self._count_weights()
             if natively and self._lean is None:
                 self._undo.append(use_lean_layers(model))
+            self.images = ImageEncoder(model, profile) if profile.takes_images else None
         except BaseException:
             self.close()
             raise
@@ -182,7 +187,9 @@ class PackedModel:
             self._undo.pop()()
 
     @no_autograd
-    def forward(self, ids: Tensor, positions: Tensor, segments: Sequence[Segment], rows: Tensor) -> Tensor:
+    def forward(
+        self, ids: Tensor, positions: Tensor, segments: Sequence[Segment], rows: Tensor, given: GivenRows | None = None
+    ) -> Tensor:
         """Run tokens of several texts through the model.
 
         Args:
@@ -190,6 +197,7 @@ class PackedModel:
             positions: Positions of the tokens in their own texts, (T,).
             segments: Segments that cut all T rows.
             rows: (n,) int64, ascending: rows whose next token is needed.
+            given: Rows whose embeddings are given, such as those of images; None: all are looked up by their ids.
 
         Returns:
             (n, vocabulary): the logits of these rows.
@@ -199,13 +207,13 @@ class PackedModel:
         """
         split = SegmentedAttention(segments)
         if self._lean is not None and self._lean.ready():
-            return self._lean.forward(ids, positions, split, rows)
+            return self._lean.forward(ids, positions, split, rows, given)
         if self.deterministic:
             raise UnsupportedModelError(
                 "deterministic=True bypasses the model's modules, and they have hooks now or train; remove the hooks, "
                 "or call model.eval()"
             )
-        return self._run(ids, positions, split, rows)
+        return self._run(ids, positions, split, rows, given)
 
     def check_second_layer(self) -> None:
         """Check that the keys of the second layer can be computed.
@@ -228,22 +236,28 @@ class PackedModel:
         assert self._lean is not None, "checked before"
         return self._lean.keys_of_second_layer(ids)
 
-    def _run(self, ids: Tensor, positions: Tensor, served: Served, rows: Tensor) -> Tensor:
+    def _run(
+        self, ids: Tensor, positions: Tensor, served: Served, rows: Tensor, given: GivenRows | None = None
+    ) -> Tensor:
         """Run `forward` through the modules."""
         begin_pass()
         if isinstance(served, SegmentedAttention):
             served.clear_shared()
         cache = PackedPass(served, self.readers, self._depth)
         options: dict[str, Any] = {"logits_to_keep": rows} if self._picks_rows and len(rows) != len(ids) else {}
+        tokens = {"input_ids": ids[None]} if given is None else {"inputs_embeds": self._embedded(ids, given)[None]}
         with nullcontext() if self._streamed is None else self._streamed.in_modules():
-            out = self.model(
-                input_ids=ids[None], position_ids=positions[None], **cache_argument(cache), use_cache=True, **options
-            )
+            out = self.model(**tokens, position_ids=positions[None], **cache_argument(cache), use_cache=True, **options)
         end_pass()
         if isinstance(served, SegmentedAttention):
             served.clear_shared()
         logits: Tensor = out.logits[0]
         return logits if len(logits) == len(rows) else logits[rows]
+
+    def _embedded(self, ids: Tensor, given: GivenRows) -> Tensor:
+        """Return the embeddings (T, width) of tokens, with those that are given."""
+        x: Tensor = self.model.get_input_embeddings()(ids)
+        return x.index_copy(0, given.rows, given.vectors.to(x.dtype))
 
     def _count_weights(self) -> int:
         if self._streamed is not None:
@@ -327,10 +341,6 @@ def _check_packable(profile: ModelProfile) -> None:
         raise UnsupportedModelError(
             f"{name} caches latents (MLA) and expands the kept ones of a whole batch in each pass, which packed "
             "rows of many texts do not allow; use compress(model, ...).generate"
-        )
-    if "mrope_section" in str(getattr(profile.config, "rope_parameters", None)) or profile.takes_images:
-        raise UnsupportedModelError(
-            f"{name} takes images besides text, which the engine does not carry; use compress(model, ...).generate"
         )
     if "position_ids" not in profile.arguments:
         raise UnsupportedModelError(

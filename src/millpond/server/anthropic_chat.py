@@ -19,7 +19,7 @@ from millpond.server.anthropic_schemas import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from millpond.server.messages import CalledFunction, Function, Message, TextPart, Tool, ToolCall
+from millpond.server.messages import CalledFunction, Function, Message, Parts, TextPart, Tool, ToolCall
 from millpond.server.schemas import (
     ChatBody,
     ChatFields,
@@ -157,11 +157,11 @@ def _mark(blocks: Iterable[Any]) -> Any:
     return next((mark for block in reversed(list(blocks)) if (mark := getattr(block, "cache_control", None))), None)
 
 
-def _text(content: str | Sequence[Any]) -> str | list[TextPart]:
+def _text(content: str | Sequence[Any]) -> str | Parts:
     """Return a text as it is, or the parts of blocks, each of which begins a line of its own."""
     if isinstance(content, str):
         return content
-    parts: list[TextPart] = []
+    parts: Parts = []
     for number, block in enumerate(content):
         ends_line = number == len(content) - 1 or block.text.endswith("\n")
         text = block.text if ends_line else f"{block.text}\n"

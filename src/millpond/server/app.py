@@ -58,6 +58,7 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
         await llm.close(drain=False, timeout=_CLOSE_S)
         service.tokens.close()
         service.bodies.close()
+        service.images.close()
 
     app = FastAPI(
         title="Millpond",

@@ -220,6 +220,7 @@ class BatchFile:
         """Let the threads of the tokenizer go."""
         self._service.tokens.close()
         self._service.bodies.close()
+        self._service.images.close()
 
     async def _check(self, line: BatchLine) -> None:
         body = line.body

@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse
 from millpond.errors import (
     BudgetError,
     DataError,
+    ImageError,
     MillpondError,
     OptionError,
     PoolFullError,
@@ -34,6 +35,7 @@ _STATUS: tuple[tuple[type[MillpondError], int, str], ...] = (
     (BudgetError, 422, "budget_impossible"),
     (PoolFullError, 422, "kv_memory_exceeded"),
     (UnsupportedModelError, 422, "unsupported"),
+    (ImageError, 400, "invalid_image"),
     (OptionError, 400, "invalid_value"),
     (DataError, 500, "file_failed"),
 )

@@ -9,6 +9,7 @@ from millpond.engine.cluster_figures import ClusterFigures, DrainResult, WorkerI
 from millpond.engine.outputs import CacheSnapshot, EngineStats, RequestOutput
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sessions.store import SessionStore
+from millpond.images.reader import ImageReader
 
 
 class ServedLLM(Protocol):
@@ -16,6 +17,7 @@ class ServedLLM(Protocol):
 
     Attributes:
         tokenizer: Tokenizer of transformers.
+        images: Reads images for the model; None: it takes text alone.
         model_name: Name for clients.
         vocab_size: Ids below it are tokens.
         context_length: Tokens that the model sees at a time.
@@ -26,6 +28,9 @@ class ServedLLM(Protocol):
 
     @property
     def tokenizer(self) -> Any: ...
+
+    @property
+    def images(self) -> ImageReader | None: ...
 
     @property
     def model_name(self) -> str: ...

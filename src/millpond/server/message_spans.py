@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from millpond.engine.chunks.prompt import Chunk
 from millpond.prompt_marks import Span
 from millpond.server.errors import ApiError
-from millpond.server.messages import Message
+from millpond.server.messages import Message, Parts, TextPart
 from millpond.server.prompt_marks import MessagePieces
 
 #: Chunks of one prompt, at most.
@@ -38,18 +38,21 @@ class EnclosedMessages:
 
     def _enclosed(self, message: Message, pieces: Sequence[Span]) -> Message:
         text = (message.reasoning_content or "") if self._reasoning else message.text
-        out, behind = "", 0
+        inserted: list[tuple[int, str]] = []
         for begin, end in pieces:
             piece = text[begin:end]
             if piece.strip():
                 first, last = self._marks(len(self._marked))
                 first = "" if self._ends else first
                 inside = begin + len(piece) - len(piece.lstrip()), begin + len(piece.rstrip())
-                out += text[behind : inside[0]] + first + text[slice(*inside)] + last
-                behind = inside[1]
+                inserted += [(inside[0], first), (inside[1], last)]
             self._marked.append(bool(piece.strip()))
-        field = "reasoning_content" if self._reasoning else "content"
-        return message.model_copy(update={field: out + text[behind:]}) if out else message
+        if not inserted:
+            return message
+        if self._reasoning or not message.image_urls:
+            field = "reasoning_content" if self._reasoning else "content"
+            return message.model_copy(update={field: _with(text, inserted)})
+        return message.model_copy(update={"content": _with_parts(message, inserted)})
 
     def _marks(self, number: int) -> tuple[str, str]:
         return f"b{self._secret}n{number}e", f"e{self._secret}n{number}e"
@@ -91,6 +94,37 @@ class EnclosedMessages:
         if plain + marked != text:
             raise _changed()
         return spans
+
+
+def _with(text: str, inserted: Sequence[tuple[int, str]]) -> str:
+    """Return a text with others inserted at ascending places."""
+    out, behind = "", 0
+    for place, other in inserted:
+        out += text[behind:place] + other
+        behind = place
+    return out + text[behind:]
+
+
+def _with_parts(message: Message, inserted: Sequence[tuple[int, str]]) -> Parts:
+    """Return the parts of a message with texts inserted around pieces.
+
+    They come in pairs; images stay.
+    """
+    parts: Parts = []
+    begin = 0
+    for part in message.content if isinstance(message.content, list) else []:
+        end = begin + len(part.text)
+        if isinstance(part, TextPart):
+            # a mark before a piece lies before a character of its part, one behind it behind such a character
+            own = [
+                (place - begin, text)
+                for n, (place, text) in enumerate(inserted)
+                if (begin <= place < end if n % 2 == 0 else begin < place <= end)
+            ]
+            part = part.model_copy(update={"text": _with(part.text, own)})
+        parts.append(part)
+        begin = end
+    return parts
 
 
 class MarkedChunks:

@@ -87,6 +87,41 @@ class TextPart(Body):
     millpond: Kept | None = None
 
 
+class ImageUrl(Body):
+    """An image in a data: URL; nothing is fetched, and how it is scaled is the model's own."""
+
+    url: str
+    detail: Literal["auto"] | None = None
+
+
+class ImagePart(Body):
+    """An image in a message of the user."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+    cache_control: CacheControl | None = Field(default=None, exclude=True)
+
+    @property
+    def text(self) -> str:
+        """Text of it: none."""
+        return ""
+
+    @property
+    def chunk(self) -> bool:
+        """Whether it is a chunk: never."""
+        return False
+
+    @property
+    def millpond(self) -> None:
+        """Treatment of its own: none."""
+        return None
+
+
+#: A piece of a message.
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+Parts = list[TextPart | ImagePart]
+
+
 class CalledFunction(Body):
     """What the model called, and with what: clients send the JSON that they got, templates want the values.
 
@@ -128,7 +163,7 @@ class Message(Body):
     """One message of a chat, as the template gets it; other fields of our answers are accepted if empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: TextOr[Part] | None = None
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: Name | None = None
@@ -142,6 +177,12 @@ class Message(Body):
     parsed: Echo = None
     provider_specific_fields: Echo = None
 
+    @model_validator(mode="after")
+    def _images_of_users(self) -> Message:
+        if self.role != "user" and self.image_urls:
+            raise ValueError(f"a message of the {self.role} has an image; only those of the user may")
+        return self
+
     @property
     def ends_with_breakpoint(self) -> bool:
         """Whether it, or a part of it, is marked with `cache_control`."""
@@ -153,6 +194,19 @@ class Message(Body):
         """All text of it."""
         content = self.content
         return "".join(part.text for part in content) if isinstance(content, list) else content or ""
+
+    @property
+    def image_urls(self) -> list[str]:
+        """URLs of its images."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
+
+    @property
+    def pieces(self) -> list[str | None]:
+        """Its texts, and None for each image."""
+        if not isinstance(self.content, list):
+            return [self.content or ""]
+        return [part.text if isinstance(part, TextPart) else None for part in self.content]
 
     @property
     def has_chunks(self) -> bool:

@@ -11,6 +11,7 @@ from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.params import CONSTRAINTS, SamplingParams
 from millpond.errors import BudgetError
 from millpond.hf.fit import is_auto
+from millpond.images.picture import Picture
 from millpond.presets import preset
 from millpond.prompt_marks import PromptMarks
 from millpond.server.errors import ApiError
@@ -106,6 +107,7 @@ def requests(
     timeout_s: float | None,
     marks: PromptMarks | None = None,
     tell_read: bool = False,
+    images: tuple[Picture, ...] = (),
 ) -> list[Request]:
     """Return one request per prompt: the first is `name`, the others `name-1`, `name-2`, ..."""
     limits = [limit for limit in (fields.deadline_s, timeout_s) if limit is not None]
@@ -121,6 +123,7 @@ def requests(
             watch=fields.watch,
             marks=marks or PromptMarks(),
             tell_read=tell_read,
+            images=images,
         )
         for place, prompt in enumerate(prompts)
     ]

@@ -22,6 +22,7 @@ from millpond.server.body_parsing import JsonBodies
 from millpond.server.client_pacing import ClientPacing
 from millpond.server.errors import ApiError
 from millpond.server.identity import Client, ClientRegistry
+from millpond.server.image_worker import ImageWorker
 from millpond.server.llm_protocol import ServedLLM
 from millpond.server.metrics import Metrics
 from millpond.server.prompt_marks import ChatBreakpoints
@@ -156,6 +157,7 @@ class Service:
         admission: See `AdmissionControl`.
         pacing: See `ClientPacing`.
         metrics: See `Metrics`.
+        images: See `ImageWorker`.
         bodies: See `JsonBodies`.
         breakpoints: See `ChatBreakpoints`.
         calls: Format of calls of tools; None: they are not read.
@@ -173,6 +175,7 @@ class Service:
         self.admission = AdmissionControl(llm, settings.max_queue, settings.step_limit_s)
         self.pacing = ClientPacing(lambda: self.admission.clients)
         self.metrics = Metrics(llm, self.admission)
+        self.images = ImageWorker(llm.images, settings.image_limits)
         self.bodies = JsonBodies(settings.max_body_items)
         self._files = listed_files(settings.option_files)
         self.breakpoints = ChatBreakpoints(llm, self._files)

@@ -10,6 +10,7 @@ from ipaddress import ip_network
 
 from millpond.budget import parse_bytes
 from millpond.errors import OptionError
+from millpond.images.limits import MAX_IMAGE_BYTES, MAX_IMAGES, MAX_PIXELS, ImageLimits
 from millpond.setting import check_settings, setting
 
 #: Formats of calls of tools by name: "auto" is what the chat template writes, "none" leaves calls in the text.
@@ -101,6 +102,16 @@ class ServerSettings:
         parse=parse_bytes,
         default_text="256MiB",
     )
+    max_images: int = setting(MAX_IMAGES, "Images of a chat, at most.", more="For models that take images.", at_least=0)
+    max_image_bytes: int = setting(
+        MAX_IMAGE_BYTES,
+        "Size of an image's file, at most.",
+        more="It is sent in base64, which takes a third more of the body.",
+        flag="--max-image",
+        parse=parse_bytes,
+        default_text="8MiB",
+    )
+    max_image_pixels: int = setting(MAX_PIXELS, "Pixels of an image, at most: its width times its height.", at_least=1)
     max_connections: int = setting(
         512, "Beyond it the connection is closed that keeps the server waiting longest.", at_least=1
     )
@@ -140,6 +151,11 @@ class ServerSettings:
         "(calls stay in the text).",
         choices=PARSERS,
     )
+
+    @property
+    def image_limits(self) -> ImageLimits:
+        """Limits of the images of a chat."""
+        return ImageLimits(count=self.max_images, n_bytes=self.max_image_bytes, pixels=self.max_image_pixels)
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -9,6 +9,8 @@ from typing import Any
 
 from millpond.engine.chunks.prompt import Prompt, with_ids
 from millpond.errors import OptionError
+from millpond.images.reader import ImageReader
+from millpond.models.chat_template import content_of, shows_parts
 from millpond.models.untrusted.whole_chat import write_whole
 from millpond.prompt_marks import PromptMarks, Span, TokenOffsets
 from millpond.server.errors import ApiError
@@ -50,10 +52,14 @@ class TextReader:
         shown: Treatment of tools by its chat template.
         max_length: Most characters of a text.
         is_short: It reads texts of at most `SHORT` characters.
+        images: Says what stands in a text for an image; None: the model takes text alone.
     """
 
-    def __init__(self, tokenizer: Any, shown: Shown, max_length: int, *, is_short: bool) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Any, shown: Shown, max_length: int, *, is_short: bool, images: ImageReader | None = None
+    ) -> None:
+        self.tokenizer, self._images = tokenizer, images
+        self._in_parts = images is not None and shows_parts(tokenizer, images.token)
         self._has_template = bool(getattr(tokenizer, "chat_template", None))
         self._shown, self._max_length, self._is_short = shown, max_length, is_short
 
@@ -199,20 +205,39 @@ class TextReader:
             if extra:
                 message = "the tokenizer has no chat template, so there is nothing that could show chat_template_kwargs"
                 raise ApiError(400, message, "no_chat_template", "chat_template_kwargs")
-            return plain_chat(shaped, body.add_generation_prompt)
+            return self._with_images(plain_chat(shaped, body.add_generation_prompt), messages)
         how = extra | {"add_generation_prompt": body.add_generation_prompt}
         if body.continue_final_message:
             how |= {"continue_final_message": True}
-        return _render(self.tokenizer, shaped, tools, how)
+        return self._with_images(_render(self.tokenizer, shaped, tools, how), messages)
+
+    def _with_images(self, text: str, messages: Sequence[Message]) -> str:
+        """Return a chat with the tokens of its images.
+
+        Raises:
+            ImageError: a text names the token of images, or the template leaves images out.
+        """
+        return text if self._images is None else self._images.expand(text, sum(len(one.image_urls) for one in messages))
+
+    def _in_template(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message in words with its content as the template takes images."""
+        if self._images is None:
+            return message
+        token = self._images.token
+        first, *others = message["content"].split(token)
+        pieces = [first, *(piece for text in others for piece in (None, text))]
+        kept = [piece for piece in pieces if piece != ""] or [""]
+        return message | {"content": content_of(kept, token, self._in_parts)}
 
     def _for_template(
         self, messages: Sequence[Message], tools: Sequence[Tool]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Return messages and tools as the template expects them, or in words if it has no tools."""
-        shaped = [_plain(message) for message in messages]
+        token = "" if self._images is None else self._images.token
+        shaped = [_plain(message, token) for message in messages]
         shown = [_whole(tool) for tool in tools]
         if not self._shown.tools:
-            return in_words(shaped, shown), []
+            return [self._in_template(message) for message in in_words(shaped, shown)], []
         names: dict[str, str] = {}
         for message in shaped:
             for call in message.get("tool_calls", ()):
@@ -222,7 +247,7 @@ class TextReader:
                     function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
             if message["role"] == "tool" and message.get("tool_call_id") in names:
                 message.setdefault("name", names[message["tool_call_id"]])
-        return shaped, shown
+        return [self._in_template(message) for message in shaped], shown
 
 
 def _render(tokenizer: Any, messages: list[Any], tools: list[Any], how: dict[str, Any]) -> str:
@@ -245,11 +270,14 @@ def plain_chat(messages: Sequence[dict[str, Any]], generation_prompt: bool) -> s
     return "\n".join([*lines, "Assistant:"] if generation_prompt else lines)
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    """Return a message as templates expect it: one text, and no empty fields."""
-    fields = message.model_dump(exclude_none=True, exclude={"annotations", "millpond"})
-    if isinstance(message.content, list):
-        fields["content"] = "".join(part.text for part in message.content)
+def _plain(message: Message, image_token: str) -> dict[str, Any]:
+    """Return a message as templates expect it: one text, and no empty fields.
+
+    A token stands for each image.
+    """
+    fields = message.model_dump(exclude_none=True, exclude={"annotations", "millpond", "content"})
+    if message.content is not None:
+        fields["content"] = "".join(image_token if piece is None else piece for piece in message.pieces)
     fields.setdefault("content", "")
     for call in fields.get("tool_calls", ()):
         call.pop("index", None)

@@ -43,9 +43,10 @@ class TokenizerWorker:
         self.shown = ask_template(llm.tokenizer)
         self.fill_in = fill_in_of(llm.tokenizer)
         self._vocab_size = llm.vocab_size
+        self._images = llm.images
         self._max_length = max(SHORT, PER_TOKEN * llm.text_limit)
         self._threads = {is_long: ThreadPoolExecutor(1, "tokenizer") for is_long in (False, True)}
-        self._short = TextReader(llm.tokenizer, self.shown, self._max_length, is_short=True)
+        self._short = TextReader(llm.tokenizer, self.shown, self._max_length, is_short=True, images=llm.images)
         self._long: TextReader | None = None  # two threads cannot share a tokenizer
 
     def close(self) -> None:
@@ -193,5 +194,5 @@ class TokenizerWorker:
             tokenizer = await asyncio.get_running_loop().run_in_executor(
                 self._threads[False], copy.deepcopy, self._short.tokenizer
             )
-            self._long = TextReader(tokenizer, self.shown, self._max_length, is_short=False)
+            self._long = TextReader(tokenizer, self.shown, self._max_length, is_short=False, images=self._images)
         return await in_thread(self._threads[True], work, self._long)

@@ -46,7 +46,7 @@ class FakeLLM:
 
     def __init__(self, context_length: int = 64, tokenizer: Any = None) -> None:
         self.tokenizer = tokenizer or tiny_tokenizer()
-        self.model_name = "fake/counter"
+        self.model_name, self.images = "fake/counter", None
         self.context_length = self.text_limit = context_length
         self.vocab_size = VOCAB
         self.cache = CacheOptions(method="h2o", budget="20%")

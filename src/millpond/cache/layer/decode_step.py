@@ -277,6 +277,10 @@ class DecodeStep:
             q, k = rolling.step(table, q, k, positions)
         out, lse = self._attention.step(table, newest.rule, q, k, v, newest.q_pos)
         self.end(newest, lse, columns)
+        selective = self._sequence_state.selective
+        if selective is not None and not self._attention.shape.window:
+            for sequence in np.flatnonzero(positions >= 0).tolist():
+                selective.move_out(table, sequence)
         if scores is not None:
             appended = newest.rule.evict is Evict.NEVER and table.quantized is None
             score_newest(table, newest.q_pos, scores, appended=appended)

@@ -345,7 +345,9 @@ class LayerCache(LayerStorage):
         quantized = None
         if self._quantized is not None:
             quantized = self._quantized(self.index, k.shape[0], k.shape[1], k.shape[-1], v.shape[-1], k.device)
-            if shape.window and quantized.codec.tiered:
+            if self.sequence_state.selective is not None and self.sequence_state.selective.takes_codec(quantized.codec):
+                quantized = None if not shape.window else quantized  # blocks outside of the pool are codes
+            if quantized is not None and shape.window and quantized.codec.tiered:
                 quantized = None  # what a window hides needs no lower tier
         table = self._table = self._table or PageTable(pool, k.shape[0], k.shape[1])
         table.quantized = quantized

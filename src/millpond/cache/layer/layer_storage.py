@@ -112,7 +112,13 @@ class LayerStorage:
 
     @property
     def stored(self) -> np.ndarray:
-        """Entries that are held, (n_seq, n_kv_heads)."""
+        """Entries that are held, in the pool or outside of it, (n_seq, n_kv_heads)."""
+        selective, entries = self.sequence_state.selective, self.in_pool
+        return entries if selective is None else entries + selective.entries_outside(len(entries))[:, None]
+
+    @property
+    def in_pool(self) -> np.ndarray:
+        """Entries that are held in the pool, (n_seq, n_kv_heads)."""
         return self._table.entries() if self._table is not None else np.zeros((0, 0), dtype=np.int32)
 
     @property

@@ -264,6 +264,8 @@ class PromptPass:
             probe.look(sequence, q, lse, q_pos, met, positions, self.attention.shape, entries.log_masses)
         elif self.policy.keeps_all and not self.attention.shape.window:
             read_write.keep_all(table, sequence, k, v, q_pos, entries, last=not waits)
+            if self.sequence_state.selective is not None:
+                self.sequence_state.selective.move_out(table, sequence)
         else:
             self.planner.add_chunk(table, chunk, lse, sums, defer=waits, until=until)
         return out

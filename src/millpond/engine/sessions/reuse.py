@@ -181,6 +181,7 @@ class SessionReuse:
         """
         cache_factory = state.group.cache_factory
         has_own_treatment = state.spans or state.marks.keep or state.marks.shares or state.prompt_logprobs is not None
+        has_own_treatment = has_own_treatment or state.images is not None
         if not state.completions or has_own_treatment or why_not(cache_factory) is not None:
             return []
         return [self._scope(cache_factory, forgets) for forgets in ([True, False] if state.marks.forget else [False])]
@@ -209,7 +210,8 @@ class SessionReuse:
 
     def keep(self, state: RequestState) -> None:
         """Store the caches of the answers of a request that have just ended."""
-        if why_not(state.group.cache_factory) is not None or state.marks.keep or state.marks.shares:
+        own_treatment = state.marks.keep or state.marks.shares or state.images is not None
+        if own_treatment or why_not(state.group.cache_factory) is not None:
             return
         for completion in state.completions:
             if completion.finish_reason in ("stop", "length"):

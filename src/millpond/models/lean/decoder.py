@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,18 @@ from millpond.models.lean.block import Attend, Block
 
 #: A linear layer: rows (N, k), weight (n, k) and bias (n,) or None to (N, n).
 Multiply = Callable[[Tensor, Weight, Tensor | None], Tensor]
+
+
+class GivenRows(NamedTuple):
+    """Rows of a pass whose embeddings are given, such as those of images.
+
+    Attributes:
+        rows: Their places in the pass, (m,) int64.
+        vectors: Their embeddings, (m, width of the embeddings).
+    """
+
+    rows: Tensor
+    vectors: Tensor
 
 
 class EmbeddingSource(Protocol):
@@ -108,14 +120,20 @@ class Decoder:
     fixed_order: bool = False
 
     def forward(
-        self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor, narrow: Narrow | None = None
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        rows: Tensor,
+        narrow: Narrow | None = None,
+        given: GivenRows | None = None,
     ) -> Tensor:
         """Return logits (n, vocabulary) of the rows `rows` (n,).
 
         The tokens `ids` (N,) are at `positions` (N,) of their texts. The rows ascend, and `narrow` leaves none of them
-        out.
+        out. `given` has the embeddings of some tokens.
         """
-        x = self.embed(ids, positions)
+        x = self.embed(ids, positions, given)
         rotary, dense = self.angles(x, positions), self._ops(x)
         last = len(self.blocks) - 1
         for n, block in enumerate(self.blocks):
@@ -178,10 +196,12 @@ class Decoder:
         lse = layers(x, *rotary, regions)
         return self.logits(x), lse
 
-    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Return (N, width): the input of the first layer."""
+    def embed(self, ids: Tensor, positions: Tensor, given: GivenRows | None = None) -> Tensor:
+        """Return (N, width): the input of the first layer, with the embeddings that are `given`."""
         tokens = self.tokens
         x = functional.embedding(ids, tokens) if isinstance(tokens, Tensor) else tokens.take(ids)
+        if given is not None:
+            x = x.index_copy(0, given.rows, given.vectors.to(x.dtype))
         if self.project_in is not None:
             x = self._linear(x, self.project_in)
         return x if self.positions is None else x + functional.embedding(positions + self.offset, self.positions)

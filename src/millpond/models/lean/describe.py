@@ -153,10 +153,11 @@ def describe(model: PreTrainedModel, streamed: StreamedBlocks | None = None, *, 
         move: False to move no weight.
 
     Raises:
-        UnsupportedModelError: the model is not built as Llama, Mistral, Qwen2, Qwen3, OPT or GPT-NeoX; it is unchanged.
+        UnsupportedModelError: the model, or its language side, is not built as Llama, Mistral, Qwen2, Qwen3, OPT or
+            GPT-NeoX; it is unchanged.
     """
     untyped: Any = model
-    base = untyped.base_model
+    base = _language_side(model)
     base = getattr(base, "decoder", base)
     head = untyped.get_output_embeddings()
     parts = {model.base_model_prefix, "lm_head"}
@@ -178,12 +179,29 @@ def describe(model: PreTrainedModel, streamed: StreamedBlocks | None = None, *, 
     return Described(decoder, watch(model, layers), layers)
 
 
+def _language_side(model: nn.Module) -> Any:
+    """Return the part of a model in front of its head that reads text."""
+    base = getattr(model, "base_model", model)
+    return getattr(base, "language_model", base)
+
+
+def _bypassed(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that no pass calls.
+
+    These are all but those of an image side, which runs by itself.
+    """
+    side, base = _language_side(model), getattr(model, "base_model", model)
+    if side is base:
+        return list(model.modules())
+    return [*side.modules(), *(module for module in model.children() if module is not base)]
+
+
 def watch(model: nn.Module, layers: Sequence[nn.Module]) -> Watch:
     """Return a watch of the modules of a model with these layers.
 
     The model's own settings and those of its rotary embedding change as it runs.
     """
-    return Watch(model.modules(), settings=[module for layer in layers for module in layer.modules()])
+    return Watch(_bypassed(model), settings=[module for layer in layers for module in layer.modules()])
 
 
 def moving(model: nn.Module, decoder: Decoder, layers: Sequence[nn.Module]) -> Iterator[Decoder]:
@@ -203,7 +221,7 @@ def moving(model: nn.Module, decoder: Decoder, layers: Sequence[nn.Module]) -> I
     blocks = tuple(decoder.blocks)
     rows_only = decoder.tokens if decoder.tokens is not decoder.head[0] else None
     inside = {id(module) for layer in layers for module in layer.modules()}
-    outside = [module for module in model.modules() if id(module) not in inside]
+    outside = [module for module in _bypassed(model) if id(module) not in inside]
     mapped = Mapped(weight for weight in model.parameters() if weight is not rows_only)
     own(outside, but=[rows_only] if isinstance(rows_only, Tensor) else [], copy=mapped.copy)
     yield decoder

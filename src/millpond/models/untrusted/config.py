@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from millpond.errors import DataError, OptionError
 
@@ -73,7 +74,7 @@ def check_parameters(config: PreTrainedConfig, n_bytes: int, where: str) -> None
     Raises:
         DataError: more parameters, or larger buffers. Also errors of transformers, of a configuration without a class.
     """
-    families: Any = AutoModelForCausalLM
+    families = family_of(config)
     with torch.device("meta"):
         model = families.from_config(config, trust_remote_code=False)
     described = sum(parameter.numel() for parameter in model.parameters())
@@ -85,6 +86,16 @@ def check_parameters(config: PreTrainedConfig, n_bytes: int, where: str) -> None
     buffered = sum(buffer.numel() for buffer in model.buffers())
     if buffered > n_bytes + _MAX_BUFFERS:
         raise DataError(f"{where} describes buffers of {buffered:,} numbers; no model needs more than its weights have")
+
+
+def family_of(config: PreTrainedConfig) -> Any:
+    """Return the class of transformers that makes a model of a configuration.
+
+    It is for models of text, or of images and text.
+    """
+    with_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    text_only = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if with_images and not text_only else AutoModelForCausalLM
 
 
 def _leaves(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

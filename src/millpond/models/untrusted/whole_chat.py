@@ -47,7 +47,7 @@ def left_out(tokenizer: Any, messages: Sequence[Mapping[str, Any]], how: Mapping
     """
     marks = {number: f"zq{number}qz" for number, message in enumerate(messages) if _has_text(message)}
     shadows = [
-        {**message, "content": marks[number]} if number in marks else dict(message)
+        {**message, "content": _shadow(message["content"], marks[number])} if number in marks else dict(message)
         for number, message in enumerate(messages)
     ]
     try:
@@ -57,6 +57,13 @@ def left_out(tokenizer: Any, messages: Sequence[Mapping[str, Any]], how: Mapping
     return [number for number, mark in marks.items() if mark not in chat_text]
 
 
+def _shadow(content: Any, mark: str) -> Any:
+    """Return a content with a mark in place of its text; of parts one."""
+    return mark if isinstance(content, str) else [{"type": "text", "text": mark}]
+
+
 def _has_text(message: Mapping[str, Any]) -> bool:
     content = message.get("content")
-    return isinstance(content, str) and bool(content.strip())
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
+    return any(isinstance(text, str) and bool(text.strip()) for text in texts)

@@ -81,7 +81,7 @@ async def chat_request_of(service: Service, body: ChatBody, name: str, *, most_i
         most_is_bound: Fewer new tokens than `max_tokens` are no error where the context holds no more.
 
     Raises:
-        ApiError, OptionError: it cannot be.
+        ApiError, OptionError: it cannot be; ImageError among them.
     """
     service.check_model(body.model)
     service.tokens.check_fields(body)
@@ -101,6 +101,7 @@ async def chat_request_of(service: Service, body: ChatBody, name: str, *, most_i
         if tools is not None:
             raise two_of("response_format of type structural_tag", "tools")
         tag = body.response_format.constraint("response_format")
+    urls = service.images.check(body.messages)
     requested = chat_marks(body.messages, body.millpond, service.breakpoints.needed(cache))
     prompt, marks = await service.tokens.read_chat(body.messages, body, body.tool_choice != "none", requested)
     if most_is_bound and max_tokens is not None:
@@ -116,7 +117,8 @@ async def chat_request_of(service: Service, body: ChatBody, name: str, *, most_i
         kept_special_tokens=() if tools is None else service.tokens.special(tools.format.marks),
         stop=() if service.tokens.has_template else (PLAIN_STOP,),
     )
+    images = await service.images.read(urls)
     engine_requests = requests(
-        name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, marks, tell_read
+        name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, marks, tell_read, images
     )
     return ChatRequest(engine_requests, tools, held=tag is not None)
