@@ -35,7 +35,7 @@ def attention(cache: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.mark.covering
 @pytest.mark.parametrize("kernels", ["reference", "auto"])
-@pytest.mark.parametrize("codec", [*CODECS, "int8+int4"])
+@pytest.mark.parametrize("codec", [*CODECS, "int8+int4", "think:0.5:0.25"])
 def test_decoding_attends_to_what_is_read(codec: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused step equals attention over the dequantised entries, at every step, while pages are quantized."""
     monkeypatch.setenv("MILLPOND_KERNELS", kernels)

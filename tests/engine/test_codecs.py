@@ -28,6 +28,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str | None, str]] = {
     "full kivi2": ("full", {}, None, "kivi2"),
     "h2o int4": ("h2o", {}, "70%", "int4"),
     "snapkv think": ("snapkv", {"window": 8}, "70%", "think"),
+    "full think": ("full", {}, None, "think:0.5:0.25"),
     "ada pair": ("ada", {"score": "snapkv/window=8"}, "70%", "int8+int4"),
     "h2o mikv": ("h2o", {}, "30%", "mikv"),
     "full rotated4": ("full", {}, None, "rotated4"),

@@ -59,6 +59,7 @@ class Codec:
         rotated: Queries, keys and values pass a Hadamard rotation, see `rotate`.
         balanced: Keys are balanced against the prompt's queries, see `channels.query_balance`.
         prune: Share of key channels dropped after the prompt, see `channels`.
+        prune_values: Share of value channels dropped after the prompt, likewise.
         tiered: Entries that a method would evict are demoted to this format instead (MiKV).
         calibrated: Whether a calibration file of the same model is needed.
         key_outliers: Share of the keys of a page that are stored as outliers.
@@ -82,6 +83,7 @@ class Codec:
     rotated: bool = False
     balanced: bool = False
     prune: float = 0.0
+    prune_values: float = 0.0
     tiered: bool = False
     calibrated: bool = False
     key_outliers: float = 0.0
@@ -108,7 +110,7 @@ class Codec:
 
         Args:
             key_dim: Channels of a key that are stored, after any pruning.
-            value_dim: Channels of a value.
+            value_dim: Channels of a value that are stored, likewise.
             slots: Entries of the page; None for the smallest page.
             tables: Tables of this layer, if the codec is `calibrated`.
 
@@ -171,7 +173,7 @@ def before_rope(codec: Codec) -> Codec:
         )
     if codec.pre_rope:
         return codec
-    changed = codec.rotated or codec.balanced or codec.tiered or codec.prune > 0
+    changed = codec.rotated or codec.balanced or codec.tiered or codec.prune > 0 or codec.prune_values > 0
     if changed or not codec.key.per_channel:
         raise OptionError(
             f"codec {codec.name!r} cannot store keys before RoPE, which texts longer than the model's context need "
@@ -187,7 +189,7 @@ def joined(key: Codec, value: Codec) -> Codec:
     Raises:
         OptionError: formats that ask the cache for different things.
     """
-    for feature in ("pre_rope", "rotated", "balanced", "tiered", "calibrated", "prune"):
+    for feature in ("pre_rope", "rotated", "balanced", "tiered", "calibrated", "prune", "prune_values"):
         if getattr(key, feature) != getattr(value, feature):
             raise OptionError(
                 f"keys as {key.name!r} and values as {value.name!r} cannot share a page: only one of them is {feature}"

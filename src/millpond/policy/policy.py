@@ -369,6 +369,11 @@ class Policy:
             return (
                 f"this method's score turns queries back by their positions, which a Hadamard rotation hides; {WAY_OUT}"
             )
+        if codec.prune_values and self.prefill == "greedy":
+            return (
+                "the value channels to drop are chosen by what the prompt's last queries read, and this method stores "
+                "entries before it is read; give prefill='once', or a codec that drops key channels alone"
+            )
         return self._tier_refusal() if codec.tiered else None
 
     def _tier_refusal(self) -> str | None:

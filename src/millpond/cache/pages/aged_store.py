@@ -95,7 +95,9 @@ class AgedStore:
 
     # ------------------------------------------------------------------ writing
 
-    def collect_statistics(self, sequence: int, q: Tensor, k: Tensor) -> None:
+    def collect_statistics(
+        self, sequence: int, q: Tensor, k: Tensor, outputs: Tensor | None = None, norms: Tensor | None = None
+    ) -> None:
         """Do nothing: no tier by age depends on a prompt."""
 
     def absorb(

@@ -17,9 +17,9 @@ TOGETHER = 256
 
 
 def is_whole(regions: PackedRegions, start: Tensor, count: Tensor) -> bool:
-    """Whether these runs of slots are whole pages of unbalanced keys in all channels."""
+    """Whether these runs of slots are whole pages of unbalanced entries in all channels."""
     slots = regions.pages.slots
-    plainly = regions.channels is None and regions.balance is None
+    plainly = regions.channels is None and regions.balance is None and regions.value_channels is None
     return plainly and not bool((start % slots).any()) and not bool((count % slots).any())
 
 
@@ -84,6 +84,22 @@ def stored_keys(regions: PackedRegions, r: int, keys: Tensor, positions: Tensor)
     return keys.float() / regions.balance[r] if regions.balance is not None else keys
 
 
+def _stored_values(regions: PackedRegions, r: int, values: Tensor) -> Tensor:
+    """Return values (n, value_dim) of region r as stored: in the channels that are kept."""
+    return values if regions.value_channels is None else values[:, regions.value_channels[r].long()]
+
+
+def _whole_values(regions: PackedRegions, r: Tensor, values: Tensor) -> Tensor:
+    """Return the values (n, whole_value_dim) of stored ones of regions r (n,).
+
+    Channels that were dropped are zero.
+    """
+    if regions.value_channels is None:
+        return values
+    whole = values.new_zeros(len(values), regions.whole_value_dim)
+    return whole.scatter(1, regions.value_channels[r].long(), values)
+
+
 def _whole_keys(regions: PackedRegions, r: Tensor, keys: Tensor, positions: Tensor, head_dim: int) -> Tensor:
     """Return the keys (n, head_dim) of stored ones of regions r (n,).
 
@@ -108,7 +124,10 @@ def write_packed(regions: PackedRegions, rows: EntryRows) -> None:
         if n <= 0:
             continue
         row, own_head = rows.index[r, :n].long(), torch.tensor([r], device=start.device)
-        pair = (stored_keys(regions, r, rows.keys[r, row], positions[r, row]), rows.values[r, row])
+        pair = (
+            stored_keys(regions, r, rows.keys[r, row], positions[r, row]),
+            _stored_values(regions, r, rows.values[r, row]),
+        )
         slots = torch.arange(begin, begin + n, device=start.device)
         for i in range(begin // pages.slots, (begin + n - 1) // pages.slots + 1):
             mine = slots // pages.slots == i
@@ -132,7 +151,7 @@ def write_packed(regions: PackedRegions, rows: EntryRows) -> None:
 def read_packed(regions: PackedRegions, width: int, head_dim: int) -> PaddedEntries:
     pages, n_regions = regions.pages, regions.table.shape[0]
     zeros = partial(torch.zeros, n_regions, width, device=regions.table.device)
-    keys, values = zeros(head_dim), zeros(pages.layout.value_dim)
+    keys, values = zeros(head_dim), zeros(regions.whole_value_dim or pages.layout.value_dim)
     positions = zeros(dtype=torch.int32).fill_(-1)
     scores, masses = zeros(), zeros() if pages.masses else None
     if not width or not pages.codes:
@@ -149,7 +168,7 @@ def read_packed(regions: PackedRegions, width: int, head_dim: int) -> PaddedEntr
         decoded = _decoded(regions, ids, r)
         positions[row, at] = _rows(pages.positions, ids)[inside]
         keys[row, at] = _whole_keys(regions, row, decoded[0][inside], positions[row, at], head_dim)
-        values[row, at] = decoded[1][inside]
+        values[row, at] = _whole_values(regions, row, decoded[1][inside])
         scores[row, at] = _rows(pages.scores, ids)[inside]
         if masses is not None:
             masses[row, at] = _rows(pages.log_masses, ids)[inside]
