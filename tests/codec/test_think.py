@@ -93,9 +93,12 @@ def test_score_of_value_channels() -> None:
     assert torch.allclose(value_channel_scores(outputs, norms, KV), expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("chunk", [200, 23])
-def test_value_channels_are_those_of_the_whole_prompt(chunk: int) -> None:
+@pytest.mark.parametrize(("chunk", "kernels"), [(200, "auto"), (23, "auto"), (200, "reference")])
+def test_value_channels_are_those_of_the_whole_prompt(
+    chunk: int, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The channels that the formula names are dropped, the same ones whatever the chunks, and read as zero."""
+    monkeypatch.setenv("MILLPOND_KERNELS", kernels)
     q, k, v = tokens(200)
     cache = make("think:0.5:0.25", between_chunks=False)
     outs = [feed(cache, (q, k, v), begin, min(begin + chunk, 200)) for begin in range(0, 200, chunk)]

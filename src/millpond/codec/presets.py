@@ -57,6 +57,11 @@ def _kvquant(bits: int) -> Codec:  # "kvquant2", "kvquant3", "kvquant4"
     )
 
 
+def _mikv(bits: int) -> Codec:  # "mikv", "mikv3", "mikv4": the lower tier has two, three or four bits
+    name = "mikv" if bits == 2 else f"mikv{bits}"
+    return Codec(name, integers(bits), integers(bits), balanced=True, tiered=True, paper=MIKV)
+
+
 def _rotated(bits: int) -> Codec:  # "rotated4", "rotated2", each with `_less_mean` or `_paper`
     return Codec(f"rotated{bits}", integers(bits), integers(bits), rotated=True, paper=QUAROT)
 
@@ -84,7 +89,7 @@ _ALL = [
     *(form(_FLEXGEN) for form in (_less_mean, _paper)),
     *(_kivi(bits) for bits in (2, 4)),
     *(_kvquant(bits) for bits in (2, 3, 4)),
-    Codec("mikv", integers(2), integers(2), balanced=True, tiered=True, paper=MIKV),
+    *(_mikv(bits) for bits in (2, 3, 4)),
     Codec("think", ROWS, ROWS, residual=32, prune=0.4, paper=THINK),
     Codec("think_kivi2", integers(2, 32, by_channel=True), integers(2, 32), residual=128, prune=0.4, paper=THINK),
     *(form(codec) for codec in _ROTATED for form in (_less_mean, _paper)),

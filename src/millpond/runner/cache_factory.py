@@ -59,7 +59,7 @@ def check_room_to_roll(layout: CacheLayout, layers: Sequence[LayerShape], reach:
     """
     max_entries = int(reach * (1 - FREE)) - layout.policy.protect.sinks
     for index, layer in enumerate(layers):
-        kept = layout.entries(index, reach, PageTable(layout.pool(layer), 1, layer.n_kv_heads))
+        kept = layout.entries(index, reach, layout.empty_table(layer))
         kept = min(kept, layer.window) if layer.window else kept
         if kept > max_entries:
             raise BudgetError(
