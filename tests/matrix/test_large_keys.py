@@ -38,6 +38,8 @@ MOST = {
     "think_kivi2": 0.6,
     "rotated2": 0.8,
     "mikv": 1.0,
+    "mikv3": 0.8,
+    "mikv4": 0.5,
     "kvquant4": 0.03,
     "kvquant3": 0.1,
     "kvquant2": 0.3,

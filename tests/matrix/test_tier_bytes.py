@@ -15,11 +15,7 @@ from tests.helpers.engine.helpers import finish, greedy
 from tests.helpers.engine.helpers import tokens as answer_of
 from tests.matrix.test_codecs import llama
 
-METHODS: dict[str, dict[str, Any]] = {
-    "h2o": {"sinks": 2},
-    "snapkv": {"window": 8},
-    "ada": {"score": "h2o", "every": 0},
-}
+METHODS: dict[str, dict[str, Any]] = {"h2o": {"sinks": 2}, "snapkv": {"window": 8}, "ada": {"score": "h2o", "every": 0}}
 IDS = torch.randint(2, 96, (1, 300), generator=torch.Generator().manual_seed(3))
 
 

@@ -57,6 +57,12 @@ def _kvquant(bits: int) -> Codec:  # "kvquant2", "kvquant3", "kvquant4"
     )
 
 
+def _of_tokens(codec: Codec) -> Codec:  # "kvquant2_paper", "kvquant3_paper", "kvquant4_paper"
+    """Return the codec with value ranges and outliers per token over all KV heads, as its paper has them."""
+    key, value = (replace(side, across_heads=True) for side in (codec.key, codec.value))
+    return replace(codec, name=f"{codec.name}{PAPER}", key=key, value=value)
+
+
 def _mikv(bits: int) -> Codec:  # "mikv", "mikv3", "mikv4": the lower tier has two, three or four bits
     name = "mikv" if bits == 2 else f"mikv{bits}"
     return Codec(name, integers(bits), integers(bits), balanced=True, tiered=True, paper=MIKV)
@@ -89,13 +95,14 @@ _ALL = [
     *(form(_FLEXGEN) for form in (_less_mean, _paper)),
     *(_kivi(bits) for bits in (2, 4)),
     *(_kvquant(bits) for bits in (2, 3, 4)),
+    *(_of_tokens(_kvquant(bits)) for bits in (2, 3, 4)),
     *(_mikv(bits) for bits in (2, 3, 4)),
     Codec("think", ROWS, ROWS, residual=32, prune=0.4, paper=THINK),
     Codec("think_kivi2", integers(2, 32, by_channel=True), integers(2, 32), residual=128, prune=0.4, paper=THINK),
     *(form(codec) for codec in _ROTATED for form in (_less_mean, _paper)),
 ]
 PRESETS = {codec.name: codec for codec in _ALL}
-_WITH_PAPER = [name.removesuffix(PAPER) for name in PRESETS if name.endswith(PAPER)]
+_WITH_PAPER = [name for name, codec in PRESETS.items() if codec.key.less_mean]
 
 
 #: The formats whose name may be followed by ratios.

@@ -7,8 +7,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from millpond.errors import OptionError
 from millpond.kernels.args import EntryRows, PaddedEntries
 from millpond.kernels.packed import codes
+from millpond.kernels.packed.across_heads import encode_across
 from millpond.kernels.packed.codes import Fixed
 from millpond.kernels.packed.regions import PackedRegions
 
@@ -37,15 +39,48 @@ def write(regions: PackedRegions, rows: EntryRows) -> None:
         _write(regions, ids, r, rows, source_columns)
 
 
-def _write(regions: PackedRegions, ids: Tensor, r: Tensor, rows: EntryRows, source_columns: Tensor) -> None:
-    """Write pages `ids` (P,) of regions r (P,) from columns (P, slots) of their rows."""
+def write_across_heads(regions: PackedRegions, rows: EntryRows) -> None:
+    """Write whole pages whose ranges and outliers are those of a token over all KV heads.
+
+    Raises:
+        OptionError: the heads of a sequence take other tokens, or parts of pages.
+    """
+    scales = regions.key_scales
+    assert scales is not None, "only calibrated formats have ranges over all heads"
+    n_heads = len(scales)
+    slots, heads = regions.pages.slots, torch.arange(n_heads, device=rows.start.device)
+    runs = torch.stack([rows.start, rows.count], 1).view(-1, n_heads, 2)
+    if bool((runs % slots).any() or (runs != runs[:, :1]).any()):
+        raise OptionError("ranges over all heads are of whole pages of the same tokens in every head of a sequence")
+    start, n_pages = runs[:, 0, 0].long(), runs[:, 0, 1].long() // slots
+    max_pages = int(n_pages.max()) if len(n_pages) else 0
+    sequence, column = (torch.arange(max_pages, device=heads.device) < n_pages[:, None]).nonzero().unbind(1)
+    together = max(TOGETHER // n_heads, 1)
+    for begin in range(0, len(sequence), together):
+        part = slice(begin, begin + together)
+        r = (sequence[part, None] * n_heads + heads).flatten()
+        first = column[part].repeat_interleave(n_heads) * slots
+        columns = rows.index[r].long().gather(1, first[:, None] + torch.arange(slots, device=heads.device))
+        ids = regions.table[r, (start[sequence[part]].repeat_interleave(n_heads) + first) // slots].long()
+        _write(regions, ids, r, rows, columns, n_heads)
+
+
+def _write(
+    regions: PackedRegions, ids: Tensor, r: Tensor, rows: EntryRows, source_columns: Tensor, n_heads: int = 0
+) -> None:
+    """Write pages `ids` (P,) of regions r (P,) from columns (P, slots) of their rows.
+
+    n_heads: KV heads of which the pages are, one after another, for ranges over all of them.
+    """
     pages, at = regions.pages, r[:, None]
     keys, values, positions = (t[at, source_columns] for t in (rows.keys, rows.values, rows.positions))
     if regions.rope is not None:
         keys = regions.rope.turn_back(keys.float(), positions)
     coded = []
     for (side, _, _, is_key), x in zip(codes.sides(pages.layout), (keys, values), strict=True):
-        coded.append(codes.to_bytes(codes.encode(x, side, fixed_of(regions, r) if is_key else None), side, is_key))
+        fixed = fixed_of(regions, r) if is_key else None
+        encoded = encode_across(x, side, fixed, n_heads) if side.across_heads else codes.encode(x, side, fixed)
+        coded.append(codes.to_bytes(encoded, side, is_key))
     _put(pages.codes, ids, torch.cat(coded, 1))
     _put(pages.positions, ids, positions)
     zeros = torch.zeros_like(positions).float()
