@@ -37,6 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str | None, str]] = {
     "h2o by layer": ("h2o", {}, "70%", "0=kivi4,*=int8+int4"),
     "h2o mikv above": ("h2o", {}, "30%", "0=auto,*=mikv"),
     "full by age": ("full", {}, None, "bf16:20,kivi4:50,kivi2"),
+    "h2o int8 mikv": ("h2o", {}, "30%", "int8_mikv"),
     "h2o by age": ("h2o", {}, "80%", "bf16:10%,kivi4:20%,kivi2"),
 }
 
@@ -118,7 +119,7 @@ def test_codes_are_met_in_one_call(case: str, monkeypatch: pytest.MonkeyPatch) -
         engine.close()
         monkeypatch.setattr(Decoder, "in_one_call", lambda self, n: None)
     assert found[0] == found[1]
-    assert bool(calls) == (case not in ("full rotated4", "full by age", "h2o by age"))
+    assert bool(calls) == (case not in ("full rotated4", "full by age", "h2o by age", "h2o int8 mikv"))
 
 
 @pytest.mark.parametrize(
@@ -127,6 +128,7 @@ def test_codes_are_met_in_one_call(case: str, monkeypatch: pytest.MonkeyPatch) -
         "full int4",
         "h2o int4",
         "h2o mikv",
+        "h2o int8 mikv",
         "snapkv think",
         "full rotated4",
         "full by layer",

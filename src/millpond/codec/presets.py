@@ -68,6 +68,12 @@ def _mikv(bits: int) -> Codec:  # "mikv", "mikv3", "mikv4": the lower tier has t
     return Codec(name, integers(bits), integers(bits), balanced=True, tiered=True, paper=MIKV)
 
 
+def _above(upper: int, lower: Codec) -> Codec:  # "int8_mikv", "int8_mikv3", "int8_mikv4"
+    """Return the tiers of codes of which the upper one has so many bits, per token."""
+    above = Codec(f"int{upper}_above", integers(upper), integers(upper))
+    return replace(above, name=f"int{upper}_{lower.name}", tiered=True, ages=(above, lower), paper=MIKV)
+
+
 def _rotated(bits: int) -> Codec:  # "rotated4", "rotated2", each with `_less_mean` or `_paper`
     return Codec(f"rotated{bits}", integers(bits), integers(bits), rotated=True, paper=QUAROT)
 
@@ -97,6 +103,7 @@ _ALL = [
     *(_kvquant(bits) for bits in (2, 3, 4)),
     *(_of_tokens(_kvquant(bits)) for bits in (2, 3, 4)),
     *(_mikv(bits) for bits in (2, 3, 4)),
+    *(_above(8, _mikv(bits)) for bits in (2, 3, 4)),
     Codec("think", ROWS, ROWS, residual=32, prune=0.4, paper=THINK),
     Codec("think_kivi2", integers(2, 32, by_channel=True), integers(2, 32), residual=128, prune=0.4, paper=THINK),
     *(form(codec) for codec in _ROTATED for form in (_less_mean, _paper)),

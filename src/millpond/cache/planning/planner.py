@@ -144,7 +144,7 @@ class Planner:
             BudgetError: see `LayerBudgets.entries`.
         """
         budgets = table.budgets()
-        due = (positions >= 0) & (table.lengths() - budgets >= self._together(table)).any(1)
+        due = (positions >= 0) & (table.budgeted() - budgets >= self._together(table)).any(1)
         for sequence in np.flatnonzero(due).tolist():
             old = budgets[sequence].astype(np.int64)
             budget = self.budget(table, sequence, int(positions[sequence]) + 1)
@@ -378,7 +378,8 @@ class Planner:
                 return None
         if table.quantized is not None and table.quantized.codec.tiered:
             alive = alive.clone()
-            alive[:, : entries.n_quantized] = False  # what was demoted once is chosen no more
+            above = sum(part.width(sequence) for part in table.packed_parts[:-1])
+            alive[:, above : entries.n_quantized] = False  # what was demoted once is chosen no more
         positions = torch.where(alive, entries.positions, -1)
         order = by_position(positions)
         view = self.views.of(table, sequence, entries, positions, order, seen)
