@@ -42,8 +42,10 @@ def resolve(codec: CodecSpec) -> LayerCodecs | Format:
 
 def _resolve_all(codec: str | tuple[str, str]) -> Format:
     """Return the format of every layer."""
-    if isinstance(codec, str) and SIZE in codec and JOINT not in codec and not has_ratio(codec):
-        return parse_ages(codec)
+    if isinstance(codec, str) and SIZE in codec:
+        several = "," in codec or ";" in codec
+        if several or not any(has_ratio(part) for part in codec.split(JOINT)):
+            return parse_ages(codec)
     names = tuple(codec.split(JOINT)) if isinstance(codec, str) else tuple(codec)
     if len(names) == 1:
         return _one(names[0])
