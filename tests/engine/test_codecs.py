@@ -215,3 +215,10 @@ def test_lower_tiers_go_on_taking_what_leaves() -> None:
         held = max(held, engine.stats().kv_bytes if engine.stats().generated_tokens == new - 1 else 0)
     engine.close()
     assert held == pytest.approx(expected, rel=0.1)
+
+
+def test_tiers_of_codes_promise_no_equal_bits() -> None:
+    engine = Engine(model(), method="h2o", budget="30%", codec="mikv", deterministic=True)
+    engine.close()
+    with pytest.raises(OptionError, match=r"int8_mikv4.*deterministic=True promises equal ones; use 'mikv4'"):
+        Engine(model(), method="h2o", budget="30%", codec="int8_mikv4", deterministic=True)
