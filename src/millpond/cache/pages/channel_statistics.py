@@ -112,9 +112,14 @@ class KeyChannels:
         self._chosen: PerSequence[bool] = PerSequence()
 
     @property
+    def tables(self) -> dict[str, Tensor | None]:
+        """Tables by name; None where there is none."""
+        return {"channels": self.channels, "balance": self.balance, "value_channels": self.value_channels}
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the tables."""
-        return sum(t.numel() * 4 for t in (self.channels, self.balance, self.value_channels) if t is not None)
+        return sum(t.numel() * 4 for t in self.tables.values() if t is not None)
 
     def collect(
         self, sequence: int, q: Tensor, k: Tensor, outputs: Tensor | None = None, norms: Tensor | None = None

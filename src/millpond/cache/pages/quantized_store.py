@@ -149,19 +149,9 @@ class QuantizedStore:
         if self._view is None or self._view.rope is not rope:
             ids, lens, dead = (self._there(x) for x in (self._pages.ids, self.lens, self.n_evicted))
             scales, zeros = self._fixed or (None, None)
-            self._view = PackedRegions(
-                self.pool.arrays,
-                ids,
-                lens,
-                dead,
-                self._keys.channels,
-                self._keys.balance,
-                scales,
-                zeros,
-                rope,
-                self._keys.value_channels,
-                self.value_dim,
-            )
+            channels, balance, values = self._keys.tables.values()
+            sides = channels, balance, scales, zeros, rope, values, self.value_dim
+            self._view = PackedRegions(self.pool.arrays, ids, lens, dead, *sides)
         return self._view if rows is None else self._view.part(rows)
 
     @property
@@ -460,9 +450,8 @@ class QuantizedStore:
         counts = {"owned": self._pages.owned, "lens": self.lens, "dead": self.n_evicted}
         tables = {name: torch.from_numpy(n) for name, n in counts.items()}
         reach = None if self._rope is None else torch.tensor(self._rope.tables.positions)
-        keys = self._keys
-        chosen = {"channels": keys.channels, "balance": keys.balance, "value_channels": keys.value_channels}
-        return {name: t.clone() for name, t in (tables | chosen | {"reach": reach}).items() if t is not None}
+        named = tables | self._keys.tables | {"reach": reach}
+        return {name: t.clone() for name, t in named.items() if t is not None}
 
     def adopt(self, numbers: dict[str, Tensor]) -> PageIds:
         """Become the store of one sequence that gave `numbers`, in fresh pages.

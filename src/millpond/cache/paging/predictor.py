@@ -243,7 +243,7 @@ Label = Literal["belady", "phase"]
 
 def save_weights(file: Path, weights: Weights, note: str, label: Label = "belady") -> None:
     """Write weights with the layout of their features; `note` says what they were fitted on, `label` to which bits."""
-    about = {"format": _FORMAT, "fitted_on": note, "label": label}
+    about = {"format": _FORMAT, "fitted_on": note} | ({} if label == "belady" else {"label": label})
     save_file({"weights": weights.astype(np.float32)}, file, about)
 
 
