@@ -111,7 +111,7 @@ TestRandomMoves = RandomMoves.TestCase
 TestRandomMoves.settings = settings(max_examples=examples(8), stateful_step_count=12)
 
 
-@pytest.mark.parametrize("codec", ["int4", "flexgen4", "think", "fp8"])
+@pytest.mark.parametrize("codec", ["int4", "flexgen4", "think:0.5:0.25", "fp8"])
 @pytest.mark.parametrize("n", [1, 30, 90])
 def test_crop_of_a_full_cache(codec: str, n: int) -> None:
     """The newest tokens can be cut off, quantized ones too; the others keep their codes, and the text goes on."""

@@ -24,6 +24,8 @@ from millpond.errors import OptionError
         ("int2", 2.375),
         ("int8", 8.375),
         ("mikv", 2.25),
+        ("mikv3", 3.25),
+        ("mikv4", 4.25),
         ("bf16", 16.0),
     ],
 )

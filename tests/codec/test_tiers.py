@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.codec.layers import check, decode, feed, make, parts, positions, tokens
+from millpond.codec import codec_named
+from millpond.codec.channels import query_balance
+from millpond.kernels.packed import codes
+from tests.helpers.codec.layers import HEADS, KV, SHAPE, check, decode, feed, make, parts, positions, tokens
 
 METHODS: dict[str, dict[str, Any]] = {
     "h2o": {"sinks": 2},
@@ -76,6 +79,55 @@ def test_demoted_entries_are_the_lowest() -> None:
         scores = dict(zip(table_before.positions[head].tolist(), table_before.scores[head].tolist(), strict=True))
         stays = plain[head] - old - gone - set(range(180, 232)) - {0, 1}
         assert max(scores[p] for p in gone) <= min(scores[p] for p in stays) + 0.5
+
+
+@pytest.mark.parametrize("codec", ["int8_mikv", "int8_mikv4"])
+@pytest.mark.parametrize("method", ["h2o", "ada", "knorm"])
+def test_an_upper_tier_of_eight_bits(method: str, codec: str) -> None:
+    """It holds what the method keeps, near to the numbers, and every other token is below it; plain pages gather."""
+    qkv, cache = tokens(420), make(codec, method, 100, **METHODS[method])
+    alone = make("bf16", method, 100, **METHODS[method])
+    feed(cache, qkv, 0, 300)
+    feed(alone, qkv, 0, 300)
+    table = cache.table
+    assert table is not None
+    upper, lower = table.packed_parts
+    assert not table.lengths().any()
+    above = [set(row.tolist()) - {-1} for row in upper.positions(slice(None))]
+    below = [set(row.tolist()) - {-1} for row in lower.positions(slice(None))]
+    assert above == [set(own) for own in positions(alone)]
+    assert [a | b for a, b in zip(above, below, strict=True)] == [set(range(300))] * 2
+    assert not any(a & b for a, b in zip(above, below, strict=True))
+    regions = lower.regions()
+    assert regions.balance is not None
+    assert torch.allclose(regions.balance, query_balance(qkv[0][0, :, :300], qkv[1][0, :, :300]))
+    for t in range(300, 420):
+        found = cache.read(0)
+        expected = attention(found, *(x[:, :, t : t + 1] for x in qkv))
+        out = feed(cache, qkv, t, t + 1)
+        assert (out[0] - expected).abs().max() < 2e-2, t
+        for holder in (table, upper, lower):
+            holder.pool.check_integrity([holder.held()])
+    assert positions(cache) == [list(range(420))] * 2
+    kept, side = upper.read(0), codec_named("int8").value
+    for head in range(2):
+        rows = kept.positions[head] >= 0
+        numbers = qkv[1][0, head, kept.positions[head][rows].long()].bfloat16().float()
+        once = codes.decode(codes.encode(numbers[None], side), side)[0]
+        assert (kept.keys[head][rows] == once).float().mean() > 0.999  # whatever was encoded again
+    if method != "knorm":
+        assert table.budgeted().max() < 100 + 60
+        assert upper.n_evicted.max() < 64
+
+
+def attention(found: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Softmax attention of one token over what `read` shows and itself; q, k, v (1, heads, 1, DIM)."""
+    group, k, v = HEADS // KV, k.bfloat16(), v.bfloat16()
+    keys = torch.cat([found.keys.float(), k[0].float()], 1).repeat_interleave(group, 0)
+    values = torch.cat([found.values.float(), v[0].float()], 1).repeat_interleave(group, 0)
+    hidden = torch.nn.functional.pad(found.positions < 0, (0, 1)).repeat_interleave(group, 0)
+    logits = (q[0].float() @ keys.transpose(1, 2) * SHAPE.scale).masked_fill(hidden[:, None], -torch.inf)
+    return logits.softmax(-1) @ values
 
 
 def test_a_lower_tier_costs_its_bits() -> None:

@@ -28,6 +28,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str | None, str]] = {
     "full kivi2": ("full", {}, None, "kivi2"),
     "h2o int4": ("h2o", {}, "70%", "int4"),
     "snapkv think": ("snapkv", {"window": 8}, "70%", "think"),
+    "full think": ("full", {}, None, "think:0.5:0.25"),
     "ada pair": ("ada", {"score": "snapkv/window=8"}, "70%", "int8+int4"),
     "h2o mikv": ("h2o", {}, "30%", "mikv"),
     "full rotated4": ("full", {}, None, "rotated4"),
@@ -36,6 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str | None, str]] = {
     "h2o by layer": ("h2o", {}, "70%", "0=kivi4,*=int8+int4"),
     "h2o mikv above": ("h2o", {}, "30%", "0=auto,*=mikv"),
     "full by age": ("full", {}, None, "bf16:20,kivi4:50,kivi2"),
+    "h2o int8 mikv": ("h2o", {}, "30%", "int8_mikv"),
     "h2o by age": ("h2o", {}, "80%", "bf16:10%,kivi4:20%,kivi2"),
 }
 
@@ -117,7 +119,7 @@ def test_codes_are_met_in_one_call(case: str, monkeypatch: pytest.MonkeyPatch) -
         engine.close()
         monkeypatch.setattr(Decoder, "in_one_call", lambda self, n: None)
     assert found[0] == found[1]
-    assert bool(calls) == (case not in ("full rotated4", "full by age", "h2o by age"))
+    assert bool(calls) == (case not in ("full rotated4", "full by age", "h2o by age", "h2o int8 mikv"))
 
 
 @pytest.mark.parametrize(
@@ -126,6 +128,7 @@ def test_codes_are_met_in_one_call(case: str, monkeypatch: pytest.MonkeyPatch) -
         "full int4",
         "h2o int4",
         "h2o mikv",
+        "h2o int8 mikv",
         "snapkv think",
         "full rotated4",
         "full by layer",
@@ -212,3 +215,10 @@ def test_lower_tiers_go_on_taking_what_leaves() -> None:
         held = max(held, engine.stats().kv_bytes if engine.stats().generated_tokens == new - 1 else 0)
     engine.close()
     assert held == pytest.approx(expected, rel=0.1)
+
+
+def test_tiers_of_codes_promise_no_equal_bits() -> None:
+    engine = Engine(model(), method="h2o", budget="30%", codec="mikv", deterministic=True)
+    engine.close()
+    with pytest.raises(OptionError, match=r"int8_mikv4.*deterministic=True promises equal ones; use 'mikv4'"):
+        Engine(model(), method="h2o", budget="30%", codec="int8_mikv4", deterministic=True)

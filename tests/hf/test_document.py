@@ -57,7 +57,7 @@ def test_goes_on_as_what_was_saved(method: str, tmp_path: Path) -> None:
             torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "kivi2", "think", "mikv"])
+@pytest.mark.parametrize("codec", ["int8", "int4", "kivi2", "think:0.5:0.25", "mikv", "int8_mikv"])
 def test_codes_keep_their_bytes(codec: str, tmp_path: Path) -> None:
     model = wide()
     ids = torch.randint(2, 96, (1, 300), generator=torch.Generator().manual_seed(6))

@@ -231,11 +231,6 @@ def test_a_budget_in_bytes_holds(method: str, codec: str, amount: int) -> None:
     assert amount / 3 < most <= amount
 
 
-def test_a_budget_in_bytes_has_no_meaning_for_tiers() -> None:
-    with pytest.raises(mp.BudgetError, match="upper tier"):
-        mp.compress(llama(), "h2o", "1MiB", "mikv")
-
-
 def test_one_limit_for_pages_of_both_kinds() -> None:
     """A full pool says so, and what was cached before stays readable."""
     ids, mask = prompts(1)

@@ -154,13 +154,22 @@ def keeps(head: Plain, kind: int, ids: list[int], seen: int, ratio: float) -> se
 
 
 def simulate(
-    q: Tensor, k: Tensor, ids: list[int], prompt: int, threshold: float, ratio: float, budget: int | None
+    q: Tensor,
+    k: Tensor,
+    ids: list[int],
+    prompt: int,
+    threshold: float,
+    ratio: float,
+    budget: int | None,
+    second: int = 0,
 ) -> list[list[list[int]]]:
-    """Positions held per head, after the prompt and each step. q (H, group, n, D), k (H, n, D)."""
+    """Positions held per head, after the prompt, a `second` turn and each step. q (H, group, n, D), k (H, n, D).
+
+    Heads have the rules of the prompt.
+    """
     heads = [Plain() for _ in k]
     out = []
-    for t in range(prompt - 1, q.shape[2]):
-        first = 0 if t == prompt - 1 else t
+    for first, t in passes(prompt, second, q.shape[2]):
         for h, head in enumerate(heads):
             before = set(head.held)
             head.held.update({j: 0.0 for j in range(first, t + 1)})
@@ -183,6 +192,12 @@ def simulate(
             cap(heads, budget * len(heads), ids, t + 1)
         out.append([sorted(head.held) for head in heads])
     return out
+
+
+def passes(prompt: int, second: int, n: int) -> list[tuple[int, int]]:
+    """First and last token of each pass of a text of n tokens: a prompt, perhaps a second turn, and single tokens."""
+    turns = [(0, prompt - 1), *([(prompt, prompt + second - 1)] if second else [])]
+    return [*turns, *((t, t) for t in range(prompt + second, n))]
 
 
 def cheapest(head: Plain, rows: list[dict[int, float]], ids: list[int], n: int, threshold: float, ratio: float) -> int:
@@ -262,6 +277,35 @@ def test_every_step_is_that_of_a_plain_simulation(seed: int, budget: int | None)
     assert cache.table.pool.n_live == pages
     assert len(expected[-1][4]) > len(expected[-1][0])
     assert n == t + 1
+
+
+@pytest.mark.parametrize("budget", [None, 25])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_profile_of_once_stays_in_later_turns(seed: int, budget: int | None) -> None:
+    """The heads of a second turn act by the rules of the first, step by step as a plain simulation."""
+    q, k, ids = drawn(seed)
+    prompt, second = 30, 12
+    q[:, :, prompt : prompt + second] = 0  # a turn that looks everywhere: measured anew, most heads would keep more
+    rules = {}
+    for profile in ("once", "turn"):
+        cache = opened(
+            policy(threshold=0.9, frequent=0.15, local=0.15, profile=profile),
+            budget or UNBOUNDED,
+            torch.tensor([ids[:prompt]]),
+        )
+        expected = simulate(q, k, ids, prompt, 0.9, 0.15, budget, second)
+        for now, (first, last) in zip(expected, passes(prompt, second, 60), strict=True):
+            if first:
+                cache.tracker.begin_pass(torch.tensor([ids[first : last + 1]]))
+            own = q[:, :, first : last + 1].flatten(0, 1)[None]
+            new = k[None, :, first : last + 1]
+            cache.attend(own, new, new, None, AttentionShape(1.0))
+            if profile == "once":
+                assert [kept(cache, head) for head in range(6)] == now, last
+        assert cache.table is not None
+        rules[profile] = cache.table.head_rules.tolist()
+    assert rules["turn"] != rules["once"]
+    assert len(set(rules["once"])) > 2
 
 
 def test_a_special_head_grows_with_special_tokens_alone() -> None:

@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from millpond.errors import OptionError
+import millpond as mp
+from millpond.errors import DataError, OptionError
+from millpond.hf.calibration.merging import layer_thresholds
 from millpond.methods import METHODS
 from millpond.methods.kvmerger import GaussianRuns, RunPivots
 from millpond.policy.head_allocation import AboveThreshold
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
+from tests.helpers.hf.families import shared_model
 from tests.helpers.papers.keyed import run, sets, text, view
 
 kvmerger = METHODS.get("kvmerger")
@@ -164,3 +167,40 @@ def test_it_grows_or_goes_on_merging() -> None:
 def test_options_out_of_range(options: dict[str, object], text_: str) -> None:
     with pytest.raises(OptionError, match=text_):
         kvmerger(**options)
+
+
+def test_a_threshold_for_each_layer() -> None:
+    """Every layer joins by its own number, as with that number alone."""
+    for layer, eps in enumerate((0.99, 0.75, 0.05)):
+        chosen = policy(eps=None)
+        own = replace(chosen, score=RunPivots(eps=(0.99, 0.75, 0.05), top=0.0), heads=AboveThreshold(0.0))
+        own = replace(own, merge=GaussianRuns(own.score))  # type: ignore[arg-type]
+        found = merged(own, layer=layer)  # type: ignore[arg-type]
+        assert sorted(found) == sorted(merged(policy(eps=eps)))
+    assert kvmerger(eps="0.9;0.8").score.eps == (0.9, 0.8)
+
+
+@pytest.mark.parametrize("eps", ["0.9;", "nan;0.5", "0.5;11", ";".join(["0.5"] * 1025), "0.5,0.6"])
+def test_thresholds_that_are_none(eps: str) -> None:
+    with pytest.raises(OptionError, match=r"eps=.* must be a number, or auto, or at most"):
+        kvmerger(eps=eps)
+
+
+def test_thresholds_are_those_of_the_model() -> None:
+    """They leave the budget on the text that they were measured on, layer by layer, and belong to its layers."""
+    model = shared_model("llama")
+    ids = torch.randint(2, 90, (200,), generator=torch.Generator().manual_seed(1))
+    options = {"recent": 0.1, "top": 0.1}
+    thresholds = layer_thresholds(model, ids, "50%", windows=1, length=200, **options)
+    assert len(thresholds) == model.config.num_hidden_layers
+    assert len(set(thresholds)) == len(thresholds)
+    found = ";".join(f"{eps:.9f}" for eps in thresholds)
+    with mp.compress(model, "kvmerger", "100%", "auto", eps=found, recent=20, top=0.05) as cache, torch.no_grad():
+        model(ids[None], cache=cache)
+        for layer_cache in cache.layer_caches:
+            layer_cache.run_plans()
+            assert float(layer_cache.stored.mean()) == pytest.approx(100, abs=12)
+    with pytest.raises(OptionError, match="eps has 3 thresholds, and the model has 2 layers"):
+        mp.compress(model, "kvmerger", "100%", eps="0.5;0.5;0.5")
+    with pytest.raises(DataError, match="at least one window"):
+        layer_thresholds(model, ids[:50], "50%")

@@ -241,7 +241,7 @@ def _fill_part(layer: int, part: QuantizedStore, own: str, stored: dict[str, Ten
     n_arrays = sum(name.startswith(f"{own}pages.") for name in stored)
     content = tuple(stored[f"{own}pages.{i}"] for i in range(n_arrays))
     _check_counts(layer, part.n_kv_heads, part.slots, numbers, content)
-    _check_channels(layer, numbers, part.numbers(), dim)
+    _check_channels(layer, numbers, part.numbers(), {"channels": dim, "value_channels": part.value_dim})
     if "reach" in numbers:
         numbers["reach"] = numbers["reach"].clamp(0, n_tokens)  # tables may have grown for longer texts there
     ids = part.adopt(numbers)
@@ -249,20 +249,22 @@ def _fill_part(layer: int, part: QuantizedStore, own: str, stored: dict[str, Ten
     write_pages(part.pool, ids, content)
 
 
-def _check_channels(layer: int, numbers: dict[str, Tensor], own: dict[str, Tensor], dim: int) -> None:
-    """Check the choice of key channels.
+def _check_channels(layer: int, numbers: dict[str, Tensor], own: dict[str, Tensor], dims: dict[str, int]) -> None:
+    """Check the choice of channels, `dims` of them by name.
 
     Raises:
         DataError: this codec makes other choices; none was taken.
     """
-    for name in ("channels", "balance", "reach"):
+    for name in (*dims, "balance", "reach"):
         stored, expected = numbers.get(name), own.get(name)
         right = (stored is None) == (expected is None)
         if stored is not None and expected is not None:
             right = stored.shape == expected.shape and stored.dtype == expected.dtype
-            right = right and (name != "channels" or bool(((stored >= 0) & (stored < dim)).all()))
+            if right and name in dims:
+                inside = bool(((stored >= 0) & (stored < dims[name])).all())
+                right = inside and bool((stored[:, 1:] > stored[:, :-1]).all())
         if not right:
-            raise DataError(f"layer {layer}: the file's {name} of keys are not of this codec; save the text again")
+            raise DataError(f"layer {layer}: the file's {name} are not of this codec; save the text again")
 
 
 def _check_counts(layer: int, heads: int, slots: int, numbers: dict[str, Tensor], content: tuple[Tensor, ...]) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from millpond.codec.by_age import SIZE, parse_ages
 from millpond.codec.by_layer import JOINT, CodecSpec, Format, LayerCodecs, codec_text, codecs_of, parse_layers
-from millpond.codec.presets import PRESETS, codec_named
+from millpond.codec.presets import PRESETS, codec_named, has_ratio
 from millpond.codec.spec import Codec, before_rope, is_plain
 from millpond.errors import OptionError, unknown
 
@@ -17,7 +17,8 @@ DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 def list_codecs() -> list[str]:
     """Return the names of all number formats.
 
-    "auto" stores what the model computes; "a+b" stores keys as a and values as b.
+    "auto" stores what the model computes; "a+b" stores keys as a and values as b; "think:0.5" drops half of the key
+    channels.
     """
     return ["auto", *DTYPES, *(name for name in PRESETS if name not in DTYPES)]
 
@@ -42,7 +43,9 @@ def resolve(codec: CodecSpec) -> LayerCodecs | Format:
 def _resolve_all(codec: str | tuple[str, str]) -> Format:
     """Return the format of every layer."""
     if isinstance(codec, str) and SIZE in codec:
-        return parse_ages(codec)
+        several = "," in codec or ";" in codec
+        if several or not any(has_ratio(part) for part in codec.split(JOINT)):
+            return parse_ages(codec)
     names = tuple(codec.split(JOINT)) if isinstance(codec, str) else tuple(codec)
     if len(names) == 1:
         return _one(names[0])
@@ -53,7 +56,7 @@ def _resolve_all(codec: str | tuple[str, str]) -> Format:
             raise OptionError(f"codec={codec!r}: {name!r} cannot be one of a pair; write 'bf16' for plain numbers")
         _one(name)
     pair = codec_named((names[0], names[1]))
-    return torch.bfloat16 if is_plain(pair) and not pair.prune else pair
+    return torch.bfloat16 if is_plain(pair) and not (pair.prune or pair.prune_values) else pair
 
 
 def _one(name: str) -> Format:
@@ -61,6 +64,6 @@ def _one(name: str) -> Format:
         return None
     if name in DTYPES:
         return DTYPES[name]
-    if name not in PRESETS:
+    if name not in PRESETS and not has_ratio(name):
         raise unknown("codec", name, list_codecs())
-    return PRESETS[name]
+    return codec_named(name)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +21,8 @@ from millpond.codec.spec import Codec, Tables
 from millpond.errors import DataError, OptionError
 
 FORMAT = "millpond calibration 1"
+#: Begins the names of tables of values over all heads.
+TOKEN = "token_value"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +42,15 @@ class LayerCalibration:
         key_zero: (Hkv, D) float32, the middle of the range of each channel before RoPE.
         keys: Tables of keys, by bits.
         values: Tables of values, by bits.
+        token_values: Tables of values whose range is that of a token over all KV heads, by bits; {} in files from
+            before there were such.
     """
 
     key_scale: Tensor
     key_zero: Tensor
     keys: Mapping[int, Numbers]
     values: Mapping[int, Numbers]
+    token_values: Mapping[int, Numbers] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +87,11 @@ class Calibration:
                     f"codec {codec.name!r} needs tables of {side.format.bits} bits, and this calibration has those of "
                     f"{', '.join(map(str, self.bits))}: calibrate with --bits {side.format.bits} too"
                 )
+        if codec.value.across_heads and not self.layers[0].token_values:
+            raise OptionError(
+                f"codec {codec.name!r} needs tables of values over all heads, and this calibration is older and has "
+                "none; make it again with 'millpond calibrate'"
+            )
         return replace(
             codec, calibration=self, key_outliers=self.outliers, value_outliers=self.outliers, sinks=self.sinks
         )
@@ -89,8 +99,9 @@ class Calibration:
     def tables(self, layer: int, codec: Codec) -> Tables:
         """Return the tables of one layer for a layout of pages."""
         layer_calibration = self.layers[layer]
-        key, value = layer_calibration.keys[codec.key.format.bits], layer_calibration.values[codec.value.format.bits]
-        return Tables(key.table, value.table, key.cuts, value.cuts)
+        values = layer_calibration.token_values if codec.value.across_heads else layer_calibration.values
+        key, value = layer_calibration.keys[codec.key.format.bits], values[codec.value.format.bits]
+        return Tables(key.table, value.table, key.cuts, value.cuts, len(layer_calibration.key_scale))
 
     def key_range(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return scales and zeros (Hkv, D) float32 of the keys of one layer."""
@@ -99,6 +110,8 @@ class Calibration:
     def digest(self) -> str:
         """Return a short text that differs if key ranges or tables differ."""
         digest = hashlib.sha256(repr([(layer.keys, layer.values) for layer in self.layers]).encode())
+        if self.layers[0].token_values:
+            digest.update(repr([layer.token_values for layer in self.layers]).encode())
         for layer in self.layers:
             for part in (layer.key_scale, layer.key_zero):
                 digest.update(part.detach().cpu().contiguous().numpy().tobytes())
@@ -113,7 +126,7 @@ class Calibration:
         tensors: dict[str, Tensor] = {}
         for index, layer in enumerate(self.layers):
             tensors |= {f"{index}.key_scale": layer.key_scale, f"{index}.key_zero": layer.key_zero}
-            for side, by_bits in (("key", layer.keys), ("value", layer.values)):
+            for side, by_bits in (("key", layer.keys), ("value", layer.values), (TOKEN, layer.token_values)):
                 for bits, numbers in by_bits.items():
                     tensors[f"{index}.{side}_table.{bits}"] = torch.tensor(numbers.table)
                     if numbers.cuts:
@@ -170,4 +183,5 @@ def _layer(tensors: Mapping[str, Tensor], index: int, bits: list[int]) -> LayerC
     if scale.ndim != 2 or scale.shape != zero.shape or not bool(torch.isfinite(torch.stack([scale, zero])).all()):
         raise ValueError(f"layer {index}: ranges of shape {tuple(scale.shape)} and {tuple(zero.shape)}, or not finite")
     keys, values = ({b: numbers(side, b) for b in bits} for side in ("key", "value"))
-    return LayerCalibration(scale, zero, keys, values)
+    has_token_values = any(name.startswith(f"{index}.{TOKEN}") for name in tensors)
+    return LayerCalibration(scale, zero, keys, values, {b: numbers(TOKEN, b) for b in bits if has_token_values})

@@ -1,4 +1,4 @@
-"""Key channels: ThinK's pruning by queries (arXiv:2407.21018) and MiKV's outlier balancer (arXiv:2402.18096)."""
+"""Channels: ThinK's pruning by queries (arXiv:2407.21018) and MiKV's outlier balancer (arXiv:2402.18096)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,25 @@ def channel_scores(q: Tensor, k: Tensor) -> Tensor:
     return by_head * k.float().square().sum(1)
 
 
+def value_channel_scores(outputs: Tensor, norms: Tensor, n_kv_heads: int) -> Tensor:
+    """Return the contribution of each value channel to the layer's output: ||(A V)_j||^2 ||W_j||^2.
+
+    It is the squared norm of the rank-one part (A V)_j W_j, for the rows A of the newest queries.
+
+    Args:
+        outputs: (Hq, S, V), what the newest S queries read: A V. The query heads of a KV head are averaged.
+        norms: (Hq, V), norms of the rows of the output projection, ||W_j||.
+        n_kv_heads: KV heads.
+
+    Returns:
+        (Hkv, V) float32, higher is kept.
+    """
+    by_head = outputs.float().square().sum(1) * norms.float().square()
+    return by_head.view(n_kv_heads, -1, by_head.shape[1]).mean(1)
+
+
 def kept_channels(scores: Tensor, ratio: float, *, pairs: bool = False) -> Tensor:
-    """Return the channels to keep, ascending, (Hkv, n) int32.
+    """Return the channels of keys or values to keep, ascending, (Hkv, n) int32.
 
     n is D (1 - ratio), rounded up to a multiple of 16.
 
@@ -41,7 +58,7 @@ def kept_channels(scores: Tensor, ratio: float, *, pairs: bool = False) -> Tenso
         OptionError: a ratio out of range.
     """
     if not 0 <= ratio < 1:
-        raise OptionError(f"ratio={ratio} of pruned key channels must be at least 0 and below 1")
+        raise OptionError(f"ratio={ratio} of pruned channels must be at least 0 and below 1")
     dim = scores.shape[1]
     n_kept = min(dim, -(-(dim - int(dim * ratio)) // MULTIPLE) * MULTIPLE)
     if not pairs:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
+from millpond.kernels.packed.across_heads import outer, token_range
 from millpond.kernels.packed.codes import inliers
-from millpond.kernels.packed.layout import Format, Side
+from millpond.kernels.packed.layout import Format, Side, outer_count
 
 #: Points that the exact search reads; more are gathered into as many bins of equal count first.
 MAX_POINTS = 1024
@@ -147,6 +148,21 @@ def normalised_values(
     scale, zero = (high - low) / 2, (high + low) / 2
     y = (x - zero) / scale.clamp(min=torch.finfo(torch.float32).tiny)
     return _inside(y, inlier & (y.abs() <= 1), fisher, scale if by_range else None)
+
+
+def normalised_token_values(
+    values: Tensor, fisher: Tensor | None, outliers: float, *, by_range: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return inliers (n,) in [-1, 1] and their weights (n,) of values (N, W), all KV heads of a token side by side.
+
+    Ranges are those of a token without its outliers: the largest and the smallest of its numbers, `outliers` of them.
+    """
+    x = values.float()
+    outlier = outer(x, outer_count(outliers, x.shape[1]))
+    low, high = token_range(x, outlier)
+    scale, zero = (high - low) / 2, (high + low) / 2
+    y = (x - zero) / scale.clamp(min=torch.finfo(torch.float32).tiny)
+    return _inside(y, ~outlier & (y.abs() <= 1), fisher, scale if by_range else None)
 
 
 def _inside(y: Tensor, inside: Tensor, fisher: Tensor | None, scale: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,8 @@
 
 A name is that of the family, then the bits of a code: "int8", "kivi2", "rotated4". The family is that of the paper, or
 of what is done to the numbers. `PAPER` behind it is the paper's own form, where the plain name has ours. A format of
-two families joins their names: "think_kivi2".
+two families joins their names: "think_kivi2". The shares of key channels, and of value channels, that are dropped
+may follow the name of such a format: "think:0.5", "think:0.5:0.3".
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import replace
 
 from millpond.codec.groups import E4M3, ROWS, TABLES, integers
 from millpond.codec.spec import Codec, joined
-from millpond.errors import unknown
+from millpond.errors import OptionError, unknown
 from millpond.kernels.packed.layout import Format, Side
 
 #: The eight numbers of least squared error for Gaussian numbers brought to [-1, 1] by the range of their own token, 64
@@ -56,6 +57,23 @@ def _kvquant(bits: int) -> Codec:  # "kvquant2", "kvquant3", "kvquant4"
     )
 
 
+def _of_tokens(codec: Codec) -> Codec:  # "kvquant2_paper", "kvquant3_paper", "kvquant4_paper"
+    """Return the codec with value ranges and outliers per token over all KV heads, as its paper has them."""
+    key, value = (replace(side, across_heads=True) for side in (codec.key, codec.value))
+    return replace(codec, name=f"{codec.name}{PAPER}", key=key, value=value)
+
+
+def _mikv(bits: int) -> Codec:  # "mikv", "mikv3", "mikv4": the lower tier has two, three or four bits
+    name = "mikv" if bits == 2 else f"mikv{bits}"
+    return Codec(name, integers(bits), integers(bits), balanced=True, tiered=True, paper=MIKV)
+
+
+def _above(upper: int, lower: Codec) -> Codec:  # "int8_mikv", "int8_mikv3", "int8_mikv4"
+    """Return the tiers of codes of which the upper one has so many bits, per token."""
+    above = Codec(f"int{upper}_above", integers(upper), integers(upper))
+    return replace(above, name=f"int{upper}_{lower.name}", tiered=True, ages=(above, lower), paper=MIKV)
+
+
 def _rotated(bits: int) -> Codec:  # "rotated4", "rotated2", each with `_less_mean` or `_paper`
     return Codec(f"rotated{bits}", integers(bits), integers(bits), rotated=True, paper=QUAROT)
 
@@ -83,13 +101,44 @@ _ALL = [
     *(form(_FLEXGEN) for form in (_less_mean, _paper)),
     *(_kivi(bits) for bits in (2, 4)),
     *(_kvquant(bits) for bits in (2, 3, 4)),
-    Codec("mikv", integers(2), integers(2), balanced=True, tiered=True, paper=MIKV),
+    *(_of_tokens(_kvquant(bits)) for bits in (2, 3, 4)),
+    *(_mikv(bits) for bits in (2, 3, 4)),
+    *(_above(8, _mikv(bits)) for bits in (2, 3, 4)),
     Codec("think", ROWS, ROWS, residual=32, prune=0.4, paper=THINK),
     Codec("think_kivi2", integers(2, 32, by_channel=True), integers(2, 32), residual=128, prune=0.4, paper=THINK),
     *(form(codec) for codec in _ROTATED for form in (_less_mean, _paper)),
 ]
 PRESETS = {codec.name: codec for codec in _ALL}
-_WITH_PAPER = [name.removesuffix(PAPER) for name in PRESETS if name.endswith(PAPER)]
+_WITH_PAPER = [name for name, codec in PRESETS.items() if codec.key.less_mean]
+
+
+#: The formats whose name may be followed by ratios.
+WITH_RATIO = tuple(name for name, codec in PRESETS.items() if codec.prune)
+RATIO = ":"
+
+
+def has_ratio(name: str) -> bool:
+    """Whether it is the name of one format that drops channels, with its ratios: "think:0.5"."""
+    return name.partition(RATIO)[0].strip() in WITH_RATIO and RATIO in name and not re.search("[,;=+]", name)
+
+
+def _with_ratio(name: str) -> Codec:
+    """Return the format of a name with the share of key channels that it drops, and that of value channels.
+
+    Raises:
+        OptionError: shares that are none, or more than two.
+    """
+    family, *ratios = (part.strip() for part in name.split(RATIO))
+    if len(ratios) > 2 or not all(re.fullmatch(r"0?\.[0-9]{1,3}|0", ratio) for ratio in ratios):
+        raise OptionError(
+            f"codec={name[:80]!r}: after {family!r} come the share of key channels that it drops, at least 0 and "
+            "below 1 with at most three digits, and that of value channels if any: 'think:0.5' or 'think:0.5:0.3'"
+        )
+    keys, values = (float(ratio) for ratio in (*ratios, "0")[:2])
+    if not keys and not values:
+        raise OptionError(f"codec={name!r} drops no channel; give one of its shares above 0, as 'think:0.5'")
+    text = RATIO.join([family, *(f"{ratio:g}" for ratio in ((keys, values) if values else (keys,)))])
+    return replace(PRESETS[family], name=text, prune=keys, prune_values=values)
 
 
 def before_means(codec: str) -> str:
@@ -109,6 +158,8 @@ def codec_named(name: str | tuple[str, str]) -> Codec:
     """
     if isinstance(name, tuple):
         return joined(*(codec_named(part) for part in name))
+    if has_ratio(name):
+        return _with_ratio(name)
     if name not in PRESETS:
         raise unknown("codec", name, PRESETS)
     return PRESETS[name]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from millpond.codec.basis import KeyScales
 from millpond.errors import OptionError
-from millpond.kernels.packed.layout import Format, PackedLayout, Side
+from millpond.kernels.packed.layout import ROOM, Format, PackedLayout, Side, outer_count
 
 #: Bits of a number in a plain page of a codec.
 PLAIN_BITS = 16
@@ -19,12 +19,16 @@ WHOLE = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Tables of one layer by calibration (KVQuant): those of `Side.table` and `Side.cuts`."""
+    """Tables of one layer by calibration (KVQuant): those of `Side.table` and `Side.cuts`, and its KV heads.
+
+    Where no model is known there are 8.
+    """
 
     key: tuple[float, ...]
     value: tuple[float, ...]
     key_cuts: tuple[float, ...] = ()
     value_cuts: tuple[float, ...] = ()
+    n_kv_heads: int = 8
 
 
 class Calibrated(Protocol):
@@ -59,6 +63,7 @@ class Codec:
         rotated: Queries, keys and values pass a Hadamard rotation, see `rotate`.
         balanced: Keys are balanced against the prompt's queries, see `channels.query_balance`.
         prune: Share of key channels dropped after the prompt, see `channels`.
+        prune_values: Share of value channels dropped after the prompt, likewise.
         tiered: Entries that a method would evict are demoted to this format instead (MiKV).
         calibrated: Whether a calibration file of the same model is needed.
         key_outliers: Share of the keys of a page that are stored as outliers.
@@ -82,6 +87,7 @@ class Codec:
     rotated: bool = False
     balanced: bool = False
     prune: float = 0.0
+    prune_values: float = 0.0
     tiered: bool = False
     calibrated: bool = False
     key_outliers: float = 0.0
@@ -91,6 +97,11 @@ class Codec:
     paper: str = ""
     share: int = 0
     ages: tuple[Codec, ...] = ()
+
+    @property
+    def across_heads(self) -> bool:
+        """Whether ranges and outliers are those of a token over all KV heads, which must all hold it."""
+        return self.key.across_heads or self.value.across_heads
 
     @property
     def tiers(self) -> tuple[Codec, ...]:
@@ -108,7 +119,7 @@ class Codec:
 
         Args:
             key_dim: Channels of a key that are stored, after any pruning.
-            value_dim: Channels of a value.
+            value_dim: Channels of a value that are stored, likewise.
             slots: Entries of the page; None for the smallest page.
             tables: Tables of this layer, if the codec is `calibrated`.
 
@@ -125,8 +136,9 @@ class Codec:
         if tables is not None:
             key = replace(key, table=tables.key, cuts=tables.key_cuts)
             value = replace(value, table=tables.value, cuts=tables.value_cuts)
-        key = replace(key, n_extra=round(self.key_outliers * slots * key_dim))
-        value = replace(value, n_extra=round(self.value_outliers * slots * value_dim))
+        n_heads = 1 if tables is None else tables.n_kv_heads
+        key = _with_places(key, self.key_outliers, slots, key_dim, n_heads)
+        value = _with_places(value, self.value_outliers, slots, value_dim, n_heads)
         return PackedLayout(slots, key_dim, value_dim, key, value)
 
     def check_dims(self, key_dim: int, value_dim: int) -> None:
@@ -155,7 +167,16 @@ class Codec:
     def _any_tables(self) -> Tables | None:
         if not self.calibrated:
             return None
-        return Tables(*(tuple(map(float, range(1 << s.format.bits))) for s in (self.key, self.value)))
+        key, value = (tuple(map(float, range(1 << s.format.bits))) for s in (self.key, self.value))
+        return Tables(key, value)
+
+
+def _with_places(side: Side, share: float, slots: int, dim: int, n_heads: int) -> Side:
+    """Return the side of a page with places for a share of its numbers as outliers."""
+    if not side.across_heads:
+        return replace(side, n_extra=round(share * slots * dim))
+    n = outer_count(share, n_heads * dim)  # at each end of a token
+    return replace(side, n_outer=n, n_extra=min(2 * n * slots * ROOM // n_heads, 2 * n * slots, dim * slots))
 
 
 def before_rope(codec: Codec) -> Codec:
@@ -171,7 +192,7 @@ def before_rope(codec: Codec) -> Codec:
         )
     if codec.pre_rope:
         return codec
-    changed = codec.rotated or codec.balanced or codec.tiered or codec.prune > 0
+    changed = codec.rotated or codec.balanced or codec.tiered or codec.prune > 0 or codec.prune_values > 0
     if changed or not codec.key.per_channel:
         raise OptionError(
             f"codec {codec.name!r} cannot store keys before RoPE, which texts longer than the model's context need "
@@ -187,7 +208,7 @@ def joined(key: Codec, value: Codec) -> Codec:
     Raises:
         OptionError: formats that ask the cache for different things.
     """
-    for feature in ("pre_rope", "rotated", "balanced", "tiered", "calibrated", "prune"):
+    for feature in ("pre_rope", "rotated", "balanced", "tiered", "calibrated", "prune", "prune_values"):
         if getattr(key, feature) != getattr(value, feature):
             raise OptionError(
                 f"keys as {key.name!r} and values as {value.name!r} cannot share a page: only one of them is {feature}"

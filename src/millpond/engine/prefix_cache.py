@@ -318,7 +318,7 @@ def can_share(cache_factory: CacheFactory) -> bool:
     """
     policy = cache_factory.policy
     moves = policy.prefill != "once" or policy.positions != "absolute"
-    observes = any(codec.balanced or codec.prune > 0 for codec in cache_factory.pools.codecs)
+    observes = any(codec.balanced or codec.prune > 0 or codec.prune_values > 0 for codec in cache_factory.pools.codecs)
     if (
         cache_factory.slots is not None or policy.gates is not None
     ):  # the states at the end of what is shared are not kept

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from millpond.cache.pages.page_table import PageTable
 from millpond.cache.state.span_marks import fair_refusal, kept_refusal
 from millpond.errors import OptionError, WouldForgetError
 from millpond.hf.forget import forget_refusal
@@ -40,7 +39,7 @@ def check_marks(
             raise OptionError(f"{problem}: {reason}{way_out}")
     n_kept = tokens_in(marks.keep, cache_factory.policy.protect.sinks)
     for index, layer in enumerate(layers if n_kept and not cache_factory.policy.keeps_all else ()):
-        cache_factory.entries(index, n_tokens, PageTable(cache_factory.pool(layer), 1, layer.n_kv_heads), n_kept)
+        cache_factory.entries(index, n_tokens, cache_factory.empty_table(layer), n_kept)
 
 
 #: Beginning of the message on a kind of spans that is refused, and what the message adds to the reason.
@@ -193,7 +192,7 @@ def _held(cache_factory: CacheFactory, layers: Sequence[LayerShape], n_tokens: i
     Layers with a window are left out; if all have one, these are all tokens.
     """
     entries = [
-        cache_factory.entries(index, n_tokens, PageTable(cache_factory.pool(layer), 1, layer.n_kv_heads))
+        cache_factory.entries(index, n_tokens, cache_factory.empty_table(layer))
         for index, layer in enumerate(layers)
         if not layer.window
     ]

@@ -15,6 +15,7 @@ from millpond.hf.key_biases import with_key_scales
 from millpond.hf.model_profile import ModelProfile
 from millpond.hf.retaining_heads import gates_finder, heads_finder
 from millpond.hf.shared_keys import check_shared
+from millpond.hf.signals.output_projection import check_output_projections
 from millpond.hf.tokenizer_source import TokenizerSource
 from millpond.methods import METHODS
 from millpond.policy.policy import Policy
@@ -60,7 +61,8 @@ class CacheSpec:
             calibration: See there.
 
         Raises:
-            UnsupportedModelError: the method does not fit layers that share keys.
+            UnsupportedModelError: the method does not fit layers that share keys, or the format weighs values by an
+                output projection that cannot be read.
             OptionError: no such codec, or its calibration is missing.
             BudgetError: a budget that cannot be parsed, or is smaller than what the method protects.
             CacheMismatchError: a calibration of another model.
@@ -72,6 +74,8 @@ class CacheSpec:
         policy = bounded_policy(policy, cache_budget)
         check_shared(profile, policy, method if isinstance(method, str) else "a policy")
         stored = calibrated(resolve(codec), calibration, model, profile.n_layers)
+        if any(one.prune_values for one in codecs_of(stored)):
+            check_output_projections(profile)
         return cls(policy, cache_budget, with_key_scales(stored, profile, model))
 
     def check(self) -> None:

@@ -13,7 +13,7 @@ from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.pool import DEFAULT_SLOTS, check_slots
 from millpond.cache.pages.pool_set import LayerPools, PoolSet, pools_by_layer
 from millpond.codec import CodecSpec, Format, codec_text, codecs_of
-from millpond.errors import BudgetError, OptionError, UnsupportedModelError
+from millpond.errors import OptionError, UnsupportedModelError
 from millpond.hf.attention import switch_attention
 from millpond.hf.cache import MillpondCache
 from millpond.hf.cache_spec import CacheSpec, policy_of
@@ -132,11 +132,6 @@ def compress(
     for storage in codecs_of(spec.stored):
         if loses_by_bias(storage):
             warn_of_bias(storage, model)
-        if storage.tiered and cache_budget is not None and cache_budget.kind == "bytes":
-            raise BudgetError(
-                f"budget {cache_budget}: with codec {storage.name!r} nothing leaves, so no number of bytes is kept; "
-                "give tokens or a share for the upper tier, and memory_limit for the bytes"
-            )
         if profile.latent is not None:
             raise OptionError(
                 f"codec {storage.name!r}: this model stores latents (MLA), which have no groups of channels; use "

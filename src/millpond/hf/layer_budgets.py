@@ -120,7 +120,7 @@ class LayerBudgets:
         """
         assert self.budget is not None
         if self.budget.kind == "bytes":
-            entries = self._entries_of_bytes(table, int(self.budget.amount))
+            entries = self._entries_of_bytes(table, int(self.budget.amount), seen)
             if entries < 1:
                 raise BudgetError(
                     f"a budget of {self.budget} holds no entry of each of {len(self._windows) * table.n_regions} "
@@ -164,7 +164,7 @@ class LayerBudgets:
             self._warned.add(kind)
             warnings.warn(text, kind, stacklevel=2)
 
-    def _entries_of_bytes(self, table: PageTable, amount: int) -> int:
+    def _entries_of_bytes(self, table: PageTable, amount: int, seen: int) -> int:
         regions = len(self._windows) * table.n_regions
         page = table.pool.page_bytes + 4
         pages = (amount // regions - 12) // page
@@ -179,6 +179,8 @@ class LayerBudgets:
         plain = int(pages) * slots - (0 if self._policy.heads_alike else slots - 1) - gathering
         if table.quantized is None:
             return plain
+        if table.quantized.codec.tiered:
+            return self._entries_above(table, amount, seen)
         if table.quantized.codec.ages:
             return max(min(plain, table.packed_parts[0].slots - 1), self._entries_by_age(table, amount))
         (quantized,) = table.packed_parts
@@ -186,6 +188,35 @@ class LayerBudgets:
             return max(self._uneven_with_codes(table, quantized, amount))
         never_quantized = min(plain, _max_plain(quantized) - 1)
         return max(never_quantized, self._entries_with_codes(table, quantized, amount))
+
+    def _entries_above(self, table: PageTable, amount: int, seen: int) -> int:
+        """Return entries per KV head, on average, of the upper tier if all others of `seen` tokens are below it.
+
+        Besides them a page of entries gathers before it is demoted, and the last page of each tier may be empty.
+
+        Raises:
+            BudgetError: the lower tier leaves less than the method protects.
+        """
+        assert table.quantized is not None, "tiers are quantized"
+        *uppers, quantized = table.packed_parts
+        plain_page, packed_page = table.pool.page_bytes + 4, quantized.pool.page_bytes + 4
+        tables = 20 + (4 * quantized.head_dim if quantized.codec.balanced else 0)
+        entry_bytes = plain_page / table.pool.slots
+        for upper in uppers:
+            entry_bytes = (upper.pool.page_bytes + 4) / upper.slots
+            tables += 8 + 2 * (upper.pool.page_bytes + 4)
+        gathering = (quantized.slots / table.pool.slots + 1) * plain_page
+        below = (seen / quantized.slots + 2) * packed_page
+        free_bytes = amount // (len(self._windows) * table.n_regions) - tables - gathering - below
+        entries = int(free_bytes // (entry_bytes - packed_page / quantized.slots))
+        least = max(self._policy.protect.minimum(), 1)
+        if entries < least:
+            raise BudgetError(
+                f"budget {self.budget}: codec {table.quantized.codec.name!r} stores all of {seen} tokens, and their "
+                f"lower tier leaves room for {max(entries, 0)} entries per KV head of the upper one, fewer than the "
+                f"{least} that stay there; raise the budget, or shorten the text or its answer"
+            )
+        return entries
 
     def _uneven_with_codes(self, table: PageTable, quantized: QuantizedStore, amount: int) -> tuple[int, int]:
         """Return entries per KV head, on average, of heads of any lengths.

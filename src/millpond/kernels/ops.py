@@ -26,6 +26,7 @@ from millpond.kernels.args import (
     WindowSignalArgs,
 )
 from millpond.kernels.backends import NATIVE_DTYPES
+from millpond.kernels.eager.packed_pages import write_across_heads
 from millpond.kernels.packed.regions import PackedRegions
 
 
@@ -257,6 +258,9 @@ def write_packed(regions: PackedRegions, rows: EntryRows) -> None:
         raise OptionError("log_masses were given for packed pages that keep no masses; make the pool with masses=True")
     regions.check_stored(len(rows.start))
     dtype = rows.keys.dtype if rows.keys.dtype in NATIVE_DTYPES else torch.float32
+    if regions.pages.layout.key.across_heads or regions.pages.layout.value.across_heads:
+        write_across_heads(regions, rows)
+        return
     op_set(dtype, regions.table.device).write_packed(regions, rows)
 
 

@@ -1,6 +1,6 @@
 """FastGen: the cheapest rule per head that keeps its attention (Ge et al., ICLR 2024, arXiv:2310.01801)."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from millpond.methods import method
 from millpond.option_ranges import POSITIONS, SHARE, SOME_POSITIONS
@@ -26,6 +26,9 @@ def fastgen(
         int, "recovery is measured on at most this many queries, evenly spread; 0 for all", POSITIONS
     ] = 128,
     punctuation: Annotated[str, "ids of the punctuation, as 5;6; auto is the tokenizer's, none is none"] = "auto",
+    profile: Annotated[
+        Literal["turn", "once"], "when heads are measured: at each turn, or once for the whole text (the paper)"
+    ] = "turn",
 ) -> Policy:
     """Give each head the cheapest of five rules that keeps enough of the prompt's attention.
 
@@ -40,7 +43,8 @@ def fastgen(
     and a KV head takes the dearest rule that one of its query heads needs. The first `sinks` positions count as
     special, so that no head is empty. The most attended entries are chosen by the whole prompt, and without those
     that the rule keeps anyway. Recovery is the mean over at most `queries` evenly spread queries. Each later turn,
-    and each chunk of a prompt in chunks, is measured again.
+    and each chunk of a prompt in chunks, is measured again; the paper, which knows one turn, measures once, as
+    profile="once" does: the rules of the first turn, or of the first chunk, stay.
     """
     return HeadRulesPolicy(
         score=AccumulatedAttention(),
@@ -49,5 +53,6 @@ def fastgen(
         frequent=frequent,
         local=local,
         queries=queries,
+        profiles_once=profile == "once",
         classes=TokenClasses(parse_ids("special", special), parse_ids("punctuation", punctuation)),
     )

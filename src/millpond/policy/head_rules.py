@@ -44,6 +44,7 @@ class HeadRulesPolicy(Policy):
         frequent: Share of the text that is kept as entries of most attention.
         local: Share of the text that is kept as newest positions of the prompt.
         queries: Most queries that recovery is measured on, evenly spread; 0 for all.
+        profiles_once: Whether rules that the first turn chose stay; else each turn is measured again.
         classes: Classes of token ids.
     """
 
@@ -51,6 +52,7 @@ class HeadRulesPolicy(Policy):
     frequent: float = 0.3
     local: float = 0.3
     queries: int = 128
+    profiles_once: bool = False
     classes: TokenClasses = field(default_factory=TokenClasses)
 
     def __post_init__(self) -> None:
@@ -109,7 +111,8 @@ class HeadRulesPolicy(Policy):
         self.protect.check(budget)
         if bool((view.signal.isnan() & view.valid).any()):
             raise NumericsError(f"layer {view.layer}: attention is NaN; check the model's weights and inputs")
-        local = _share(self.local, view.seen)
+        settled = view.head_kinds if self.profiles_once else None
+        local = _share(self.local, view.seen) if settled is None else view.head_local
         max_entries = budget * len(view.positions)
         heads = Heads(
             view.signal[None],
@@ -119,7 +122,7 @@ class HeadRulesPolicy(Policy):
             *(torch.tensor([n], device=view.positions.device) for n in (view.seen, local, max_entries)),
         )
         outside = self.by_kind(heads)
-        kinds = self._choose(view, outside, local)
+        kinds = self._choose(view, outside, local) if settled is None else settled
         leave = outside.gather(0, kinds.view(1, -1, 1).expand(outside[:1].shape))
         leave = self._within(heads._replace(kinds=kinds[None]), leave)[0]
         return NestedPlan(view.valid & ~leave, kinds.new_full(kinds.shape, budget), kinds, local)

@@ -369,6 +369,16 @@ class Policy:
             return (
                 f"this method's score turns queries back by their positions, which a Hadamard rotation hides; {WAY_OUT}"
             )
+        if codec.across_heads and not self.keeps_all:
+            return (
+                "it takes the range of a token from all heads, and this method keeps tokens in some heads alone; use "
+                f"method 'full', or {codec.name.replace('_paper', '')}, whose ranges are those of a head"
+            )
+        if codec.prune_values and self.prefill == "greedy":
+            return (
+                "the value channels to drop are chosen by what the prompt's last queries read, and this method stores "
+                "entries before it is read; give prefill='once', or a codec that drops key channels alone"
+            )
         return self._tier_refusal() if codec.tiered else None
 
     def _tier_refusal(self) -> str | None:

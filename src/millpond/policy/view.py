@@ -43,6 +43,9 @@ class View:
         outputs: Returns the maps from values to the layer's output; None if there is no model.
         tokens: Returns the token ids of the entries; None if they are not known.
         head_attention: Returns attention by query head, see `received`; None if no queries are kept.
+        head_kinds: (H,) int64, the `HeadRule` of each head since the first turn; None in that turn, or if heads have no
+            rules of their own.
+        head_local: Newest positions that `HeadRule.LOCAL` has kept since then.
         recent_attention: Attention of the last queries, see `window_signal`; None if no queries are kept.
         log_masses: (H, N) float32, the log of how many entries each one stands for; None if each is one.
         memory: State of the last merge of this sequence for the next; None for nothing.
@@ -61,6 +64,8 @@ class View:
     outputs: Callable[[], Tensor] | None = None
     tokens: Callable[[], Tensor] | None = None
     head_attention: Callable[[int, int], Tensor] | None = None
+    head_kinds: Tensor | None = None
+    head_local: int = 0
     recent_attention: Callable[[], Tensor] | None = None
     log_masses: Tensor | None = None
     memory: Tensor | None = None

@@ -59,7 +59,7 @@ def check_room_to_roll(layout: CacheLayout, layers: Sequence[LayerShape], reach:
     """
     max_entries = int(reach * (1 - FREE)) - layout.policy.protect.sinks
     for index, layer in enumerate(layers):
-        kept = layout.entries(index, reach, PageTable(layout.pool(layer), 1, layer.n_kv_heads))
+        kept = layout.entries(index, reach, layout.empty_table(layer))
         kept = min(kept, layer.window) if layer.window else kept
         if kept > max_entries:
             raise BudgetError(
@@ -133,6 +133,12 @@ class CacheFactory(CacheLayout):
             stored, rotations = formats_before_rope(stored), rolling_rotations(profile)
             policy = rolling_policy(policy, method, bool(codecs_of(stored)))
         CacheSpec(policy, kept, stored).check()
+        for storage in codecs_of(stored):
+            if model.deterministic and storage.tiered and storage.ages:
+                raise OptionError(
+                    f"codec {storage.name!r}: its upper tier is read for all sequences together, whose sums may differ "
+                    f"in the last bit, and deterministic=True promises equal ones; use {storage.ages[-1].name!r}"
+                )
         pools = pools_by_layer(stored, profile.n_layers, lambda one: find_pools(one or model.dtype, policy.mass_bias))
         super().__init__(policy, kept, pools, model.layers, model.dtype, model.device)
         self.whole_prompt = policy.needs.whole_prompt or (model.states is not None and model.states.restarts)

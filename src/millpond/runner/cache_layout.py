@@ -74,6 +74,14 @@ class CacheLayout:
             return self.pool(layer)
         return self.pools.of(layer.index).reading(layer.key_dim, layer.value_dim, self._dtype, self._device)
 
+    def empty_table(self, layer: LayerShape) -> PageTable:
+        """Return a table of one sequence of a layer that holds nothing, by which budgets in bytes are divided."""
+        table, codec = PageTable(self.pool(layer), 1, layer.n_kv_heads), self.codec(layer)
+        if codec is not None and codec.tiered:  # how much the lower tier takes decides on the upper one
+            quantized = self.pools.of(layer.index).quantized
+            table.quantized = quantized(layer.index, 1, layer.n_kv_heads, layer.key_dim, layer.value_dim, self._device)
+        return table
+
     def codec(self, layer: LayerShape) -> Codec | None:
         """Return the codec of a layer's entries in the pool; None where they are stored plain."""
         codec, looks_up = self.pools.of(layer.index).codec, self.policy.needs.block_lookup is not None
@@ -119,7 +127,7 @@ class CacheLayout:
         """
         demands = []
         for index, layer in enumerate(self.layer_layouts):
-            table = PageTable(layer.pool, 1, layer.shape.n_kv_heads)
+            table = self.empty_table(layer.shape)
             kept, decoded = self._decode_entries(index, table, prompt, answer)
             read = self._prompt_entries(index, table, prompt)
             demands.append(LayerDemand(layer, read, kept, decoded, prompt, answer))
@@ -142,6 +150,8 @@ class CacheLayout:
         else:
             budget = self.entries(layer, total if policy.grows else prompt, table)
             before = min(prompt, budget)
+            if policy.bounded and table.quantized is not None:
+                self.entries(layer, total, table)  # the upper tier shrinks as the text grows: it must end with room
             if policy.bounded:
                 after = min(total, budget + policy.plan_every)
             elif policy.heads_may_keep_all:
@@ -170,7 +180,7 @@ class CacheLayout:
         if self.policy.keeps_all:
             return
         for index, layer in enumerate(self._layers):
-            budget = self.entries(index, n_tokens, PageTable(self.pool(layer), 1, layer.n_kv_heads))
+            budget = self.entries(index, n_tokens, self.empty_table(layer))
             if not layer.window or budget < layer.window:
                 self.policy.check_budget(budget)
 
@@ -211,8 +221,8 @@ class _RequestBudgets(LayerBudgets):
             return self._average(table, seen, kept)
         return self.entries(layer, table, 0, seen, kept)
 
-    def _entries_of_bytes(self, table: PageTable, amount: int) -> int:
-        return super()._entries_of_bytes(table, amount * table.n_seq)
+    def _entries_of_bytes(self, table: PageTable, amount: int, seen: int) -> int:
+        return super()._entries_of_bytes(table, amount * table.n_seq, seen)
 
 
 def check_packable(method: str, needs: Needs) -> None:

@@ -45,7 +45,7 @@ class LayerLayout:
         if self.codec is None:
             return entries
         if self.codec.tiered:
-            return entries + self.packed_pools[0].slots
+            return (entries if len(self.packed_pools) == 1 else 0) + self.packed_pools[0].slots
         return min(entries, self.codec.sinks + self.codec.newest(entries) + self.packed_pools[0].slots)
 
     def plain_pages(self, entries: int) -> int:
@@ -63,6 +63,10 @@ class LayerLayout:
         codec = self.codec
         if codec is None:
             return {}
+        if codec.tiered and len(self.packed_pools) > 1:  # the upper tier is written anew before its old pages go
+            upper, lower = self.packed_pools
+            heads = self.shape.n_kv_heads
+            return {upper: heads * (2 * entries // upper.slots + 4), lower: heads * (seen // lower.slots + 2)}
         factor = 2 if self.evicts_codes else 1
         stored = seen if codec.tiered else factor * entries
         ends = [tier.newest(entries) for tier in codec.tiers[1:]]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from millpond.codec import Codec
 from millpond.codec.calibration import Calibration, LayerCalibration, Numbers
-from millpond.codec.nuq import as_table, kmeans, normalised_keys, normalised_values
+from millpond.codec.nuq import as_table, kmeans, normalised_keys, normalised_token_values, normalised_values
 
 
 class HalfRotation:
@@ -33,12 +33,14 @@ def calibration(n_kv_heads: int, dim: int, layers: int = 1, bits: tuple[int, ...
     k = HalfRotation().rotate(k.transpose(0, 1)[None], at, inverse=True)[0].transpose(0, 1)
     y, w, scale, zero = normalised_keys(k.flatten(1), None)
     y_v, w_v = normalised_values(v.transpose(0, 1).reshape(-1, 32, dim), None, round(0.01 * 32 * dim))
+    y_t, w_t = normalised_token_values(v.flatten(1), None, 0.01)
     shape = (n_kv_heads, dim)
     layer = LayerCalibration(
         scale.view(shape),
         zero.view(shape),
         {b: Numbers(as_table(kmeans(y, w, 1 << b))) for b in bits},
         {b: Numbers(as_table(kmeans(y_v, w_v, 1 << b))) for b in bits},
+        {b: Numbers(as_table(kmeans(y_t, w_t, 1 << b))) for b in bits},
     )
     return Calibration((layer,) * layers, "none", "random")
 

@@ -19,6 +19,8 @@ from millpond.methods import METHODS
 from tests.helpers.codec.known import HalfRotation, known
 
 HEADS, KV, DIM = 4, 2, 64
+#: Output projections of the query heads: rows of other lengths.
+OUTPUTS = torch.randn(HEADS, DIM, 32, generator=torch.Generator().manual_seed(5)) * torch.linspace(0.1, 2, DIM)[:, None]
 SHAPE = AttentionShape(scale=DIM**-0.5)
 
 
@@ -37,7 +39,7 @@ def make(
         ropes = RopeTables([HalfRotation()]) if storage.pre_rope else None
     policy = METHODS.get(method)(**options)
     pools = PoolSet(storage, 16, None, masses=policy.mass_bias, ropes=ropes)
-    return LayerCache(
+    cache = LayerCache(
         0,
         policy,
         lambda *of: budget,
@@ -46,6 +48,8 @@ def make(
         between_chunks=between_chunks,
         quantized=pools.quantized if isinstance(storage, Codec) else None,
     )
+    cache.attention.outputs = lambda: OUTPUTS
+    return cache
 
 
 def tokens(n: int, batch: int = 1, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ from millpond.cache.paging import PAGING
 from millpond.cache.paging.predictor import PredictedBits
 from millpond.errors import DataError, OptionError
 from millpond_lab.paging.marker import Mark0, MarkAndPredict
-from millpond_lab.paging.replay import ReplayResult, belady_bits, next_uses_of, replay
+from millpond_lab.paging.replay import ReplayResult, belady_bits, next_uses_of, phase_bits, replay
 from tests.cache.paging.traces import Requests, chains, pages_at_random, some
 
 TRACES = [pytest.param(requests, pages, id=name) for name, requests, pages in some()]
@@ -125,19 +125,6 @@ def test_mark0_keeps_most_of_what_the_bits_are_worth_where_pages_follow_others()
     bits = [bit != (draw.random() < 0.05) for bit in belady_bits(requests, best.evicted, best.evicted_at)]
     found = replay(requests, PAGING.get("mark0")(), pages, bits=bits)
     assert found.hits - lru.hits > 0.75 * (best.hits - lru.hits)
-
-
-def phase_bits(requests: Requests, pages: int) -> list[bool]:
-    """For each access: its page is not used in the next phase, a longest run of at most `pages` different pages."""
-    phases: list[set[int]] = [set()]
-    of_access = []
-    for (page,) in requests:
-        if page not in phases[-1] and len(phases[-1]) == pages:
-            phases.append(set())
-        phases[-1].add(page)
-        of_access.append(len(phases) - 1)
-    phases.append(set())
-    return [page not in phases[of_access[at] + 1] for at, (page,) in enumerate(requests)]
 
 
 @pytest.mark.parametrize("flipped", [0.0, 0.3, 1.0])

@@ -158,6 +158,16 @@ class PagedAttention:
         self.recorded: RecordedDecode | None = None
         self._sequence_state = sequence_state
 
+    def output_norms(self) -> Tensor:
+        """Return the norms of the rows of the output projection, (Hq, value_dim) float32.
+
+        Raises:
+            UnsupportedModelError: the model has no such linear map.
+        """
+        assert self.outputs is not None, "the cache of a model knows its output projections"
+        norms: Tensor = torch.linalg.vector_norm(self.outputs(), dim=2, dtype=torch.float32)
+        return norms
+
     def value_dim(self, v: Tensor) -> int:
         """Return the numbers per output head."""
         return v.shape[-1]

@@ -114,6 +114,9 @@ def replace(table: PageTable, sequence: int, entries: Entries, keep: Tensor, *, 
     quantized = table.quantized
     assert quantized is not None
     n, here = entries.n_quantized, entries.positions >= 0
+    if quantized.codec.tiered and len(quantized.parts) > 1:
+        _hold_tiers(table, sequence, entries, keep, seal=seal)
+        return
     codes, plain = here & ~keep, here & keep
     kept, scores, emptied = None, None, None
     if quantized.codec.tiered:
@@ -132,6 +135,52 @@ def replace(table: PageTable, sequence: int, entries: Entries, keep: Tensor, *, 
     _absorb(table, quantized, sequence, entries, codes, plain, kept, scores, emptied)
     if seal and not quantized.codec.tiered:
         pass_down(table, np.arange(table.n_seq) == sequence)
+
+
+def _hold_tiers(table: PageTable, sequence: int, entries: Entries, keep: Tensor, *, seal: bool) -> None:
+    """Hold the kept candidates (H, N) in the upper of two tiers of codes, and all others in the lower one.
+
+    Without `seal`, kept ones that are plain stay so. Entries of the lower tier stay there. Those of the upper one are
+    encoded again with the plain ones that join them, from the numbers that their codes stand for, whose range is that
+    of the codes: they lose nothing.
+
+    Raises:
+        PoolFullError: a pool is full; entries stay in their tiers.
+    """
+    upper, lower = table.packed_parts
+    n, dtype = entries.n_quantized, table.pool.arrays.dtype
+    keys, values = (
+        torch.cat([part[:, :n].float(), part[:, n:].to(dtype).float()], 1) for part in (entries.keys, entries.values)
+    )
+    entries = entries._replace(keys=keys, values=values)
+    rows, here = table.rows(sequence), entries.positions >= 0
+    above = upper.width(sequence) if n else 0
+    movable = here.clone()
+    movable[:, above:n] = False
+    plain = movable & keep
+    stays = plain[:, :above].clone()
+    if not seal:
+        plain[:, :above] = False
+    chosen = [movable & ~keep, plain]
+    orders = [by_position(torch.where(one, entries.positions, -1)) for one in chosen]
+    counts = [one.sum(1) for one in chosen]
+    orders = [order[:, : int(count.max())] for order, count in zip(orders, counts, strict=True)]
+    below, new = (
+        NewCodes(count, order, PaddedEntries(*entries[:5])) for order, count in zip(orders, counts, strict=True)
+    )
+
+    def write_rest() -> None:
+        if not above:
+            upper.absorb(sequence, new if seal else None)
+        elif seal:
+            emptied = upper.sparse(rows, here[:, :above], whole=True)
+            upper.absorb(sequence, new, kept=torch.zeros_like(here[:, :above]), emptied=emptied)
+        else:
+            upper.absorb(sequence, kept=stays, scores=entries.scores[:, :above])
+        count = torch.zeros_like(counts[1]) if seal else counts[1]
+        write_fresh_pages(table, sequence, entries, orders[1], count)
+
+    lower.absorb(sequence, below, write_rest=write_rest)
 
 
 def drop(table: PageTable, sequence: int, entries: Entries, gone: Tensor) -> None:
@@ -229,10 +278,12 @@ def demote_due(table: PageTable, rule: DecodeRule, at: np.ndarray, kept: KeptSpa
 
     That happens when new entries fill a page, to the lowest by `rule` first. `kept` entries stay in the upper tier.
     """
-    (quantized,) = table.packed_parts
-    over = table.lengths() - table.budgets()
+    *uppers, quantized = table.packed_parts
+    over = table.budgeted() - table.budgets()
     for sequence in np.flatnonzero((at >= 0) & (over >= quantized.slots).any(1)).tolist():
         entries = _plain(table, sequence)
+        for upper in uppers:
+            entries = _behind(upper.read(sequence), entries)._replace(n_quantized=upper.width(sequence))
         positions = entries.positions
         query = torch.full((table.n_kv_heads, 1), int(at[sequence]), dtype=torch.int32, device=positions.device)
         value = eviction_value(rule, entries.scores, positions, query, table.n_kv_heads).double()
@@ -244,7 +295,10 @@ def demote_due(table: PageTable, rule: DecodeRule, at: np.ndarray, kept: KeptSpa
         places = torch.arange(lowest.shape[1], device=lowest.device).expand_as(lowest)
         place_of = torch.empty_like(lowest).scatter_(1, lowest, places)
         keep = (positions >= 0) & (place_of >= torch.from_numpy(over[sequence]).to(lowest.device)[:, None])
-        _absorb(table, quantized, sequence, entries, (positions >= 0) & ~keep, keep)
+        if uppers:
+            _hold_tiers(table, sequence, entries, keep, seal=True)
+        else:
+            _absorb(table, quantized, sequence, entries, (positions >= 0) & ~keep, keep)
 
 
 def _plain(table: PageTable, sequence: int) -> Entries:
@@ -268,8 +322,16 @@ def pages_due(table: PageTable) -> dict[Pool, int]:
     if quantized.steps_until_check > 0 and not quantized.codec.tiered:
         return {first.pool: first.n_shared}
     if quantized.codec.tiered:
-        over = lens + 1 - table.budgets().astype(np.int64)
-        return {first.pool: int(np.where(over >= slots, over // slots + 1, 0).sum()) + first.n_shared}
+        over = table.budgeted() + 1 - table.budgets().astype(np.int64)
+        lower = quantized.parts[-1]
+        due_pages: dict[Pool, int] = {
+            lower.pool: int(np.where(over >= slots, over // slots + 1, 0).sum()) + lower.n_shared
+        }
+        if lower is not first:  # the upper tier is written anew before its old pages go
+            rewritten = np.asarray(over >= slots).any(1, keepdims=True)
+            again = np.where(rewritten, table.budgeted() // slots + 2, 0)
+            due_pages[first.pool] = int(again.sum()) + first.n_shared
+        return due_pages
     loose = lens - first.codec.sinks - newest(first.codec, held)
     need: dict[Pool, int] = {first.pool: _new_pages(first, loose) + first.n_shared}
     for upper, lower in pairwise(quantized.parts):

@@ -372,5 +372,7 @@ class DecodeStep:
             rivals.compete(self._evicts if leaves else rule, q_pos, shape.window, self._tracker.marks.kept)
         if leaves:
             evict_due(table, self._evicts, q_pos, positions >= 0, shape.window)
+        if self._policy.bounded and table.quantized is not None and table.quantized.codec.tiered:
+            self._planner.shrink_upper_tier(table, positions)
         if self._demotes.evict is not Evict.NEVER:
             quantize.demote_due(table, self._demotes, positions, self._tracker.marks.kept)

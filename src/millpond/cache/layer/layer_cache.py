@@ -352,7 +352,8 @@ class LayerCache(LayerStorage):
         table = self._table = self._table or PageTable(pool, k.shape[0], k.shape[1])
         table.quantized = quantized
         self._opened = True
-        self._decode_step.open(shape.window, quantized is not None and quantized.codec.tiered, table.aged is not None)
+        tiered = quantized is not None and quantized.codec.tiered
+        self._decode_step.open(shape.window, tiered, table.aged is not None and not tiered)
         return table
 
     # ------------------------------------------------------------------ decoding

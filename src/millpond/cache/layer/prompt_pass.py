@@ -241,8 +241,6 @@ class PromptPass:
         q, k, v, q_pos, scores = tokens
         if self.sequence_state.rolling is not None:
             q, k = self.sequence_state.rolling.prefill(table, sequence, q, k, q_pos)
-        if table.quantized is not None and probe is None:
-            table.quantized.collect_statistics(sequence, q, k)
         past = read_write.read(table, sequence)
         columns = None if probe is not None else self.sequence_state.columns.pop(sequence, None)
         if columns is not None:  # the pages are others', and so are the scores in them
@@ -258,6 +256,9 @@ class PromptPass:
         else:
             out, lse = self._attend_flagged(chunk, flags)
             sums = None
+        if table.quantized is not None and probe is None:
+            norms = self.attention.output_norms() if table.quantized.codec.prune_values else None
+            table.quantized.collect_statistics(sequence, q, k, None if norms is None else out, norms)
         if probe is not None:
             met = self.attention.keys(sequence, entries)
             positions = entries.positions.expand(len(met), -1)

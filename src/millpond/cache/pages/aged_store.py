@@ -95,8 +95,12 @@ class AgedStore:
 
     # ------------------------------------------------------------------ writing
 
-    def collect_statistics(self, sequence: int, q: Tensor, k: Tensor) -> None:
-        """Do nothing: no tier by age depends on a prompt."""
+    def collect_statistics(
+        self, sequence: int, q: Tensor, k: Tensor, outputs: Tensor | None = None, norms: Tensor | None = None
+    ) -> None:
+        """See `QuantizedStore.collect_statistics`: tiers by age need nothing of a prompt, MiKV's lower one does."""
+        for part in self.parts:
+            part.collect_statistics(sequence, q, k, outputs, norms)
 
     def absorb(
         self,

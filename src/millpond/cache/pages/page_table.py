@@ -113,8 +113,10 @@ class PageTable:
 
         Entries of a lower tier do not.
         """
-        tiered = self.quantized is not None and self.quantized.codec.tiered
-        return self.lengths() if tiered else self.entries()
+        if self.quantized is None or not self.quantized.codec.tiered:
+            return self.entries()
+        above: npt.NDArray[np.int32] = sum((part.live for part in self.packed_parts[:-1]), self.lengths())
+        return above
 
     def newest_protected(self) -> npt.NDArray[np.int32]:
         """Return how many newest positions are protected, (n_seq, n_kv_heads), on the host."""

@@ -126,6 +126,7 @@ class PoolSet:
                 n_seq,
                 n_kv_heads,
                 key_dim,
+                value_dim,
                 fixed=None if calibration is None else calibration.key_range(layer),
                 rope=None if self._ropes is None else self._ropes.of(layer, key_dim, device),
                 key_scales=None if key_scales is None else key_scales.of(layer, device),
@@ -151,15 +152,34 @@ class PoolSet:
         tables = None if codec.calibration is None else codec.calibration.tables(layer, codec)
         key = (codec.name, 0 if tables is None else layer, key_dim, value_dim, device)
         if key not in self._packed:
-            n_kept = kept_dim(codec, key_dim)
-            if codec.prune and n_kept == key_dim:
+            if codec.prune_values and device.type != "cpu":
                 raise OptionError(
-                    f"codec {codec.name!r} drops key channels in multiples of {MULTIPLE}, and {codec.prune:.0%} of "
-                    f"head_dim={key_dim} is less; use a codec that drops none"
+                    f"codec {codec.name!r} drops value channels, which is for the CPU alone; on {device.type} write "
+                    f"'{codec.name.rpartition(':')[0]}', which drops key channels"
                 )
-            layout = codec.layout(n_kept, value_dim, tables=tables)
+            kept_keys = _kept(codec, codec.prune, key_dim, "key")
+            kept_values = _kept(codec, codec.prune_values, value_dim, "value")
+            layout = codec.layout(kept_keys, kept_values, tables=tables)
             self._packed[key] = QuantizedPool(layout, device, masses=self._masses, memory_limit=self._memory_limit)
         return self._packed[key]
+
+
+def _kept(codec: Codec, ratio: float, dim: int, side: str) -> int:
+    """Return how many of `dim` channels are stored.
+
+    Raises:
+        OptionError: a ratio that drops none of them.
+    """
+    kept = kept_dim(ratio, dim)
+    if ratio and kept == dim:
+        raise OptionError(
+            f"codec {codec.name!r} drops {side} channels in multiples of {MULTIPLE}, and {ratio:.0%} of "
+            f"head_dim={dim} is less; give the ratio {MULTIPLE / dim:g} or more, as in 'think:0.5'"
+            if dim > MULTIPLE
+            else f"codec {codec.name!r} drops {side} channels in multiples of {MULTIPLE}, and head_dim={dim} has no "
+            "more; use a codec that drops none"
+        )
+    return kept
 
 
 class LayerPools:

@@ -58,6 +58,7 @@ class QuantizedStore:
         n_seq: Number of sequences.
         n_kv_heads: KV heads of the layer.
         head_dim: Channels of a key before any are dropped.
+        value_dim: Channels of a value before any are dropped.
         fixed: Scales and zeros (Hkv, D) of calibrated keys; None if they are computed.
         rope: Rotation of keys that are stored before RoPE; None if keys are stored after it.
         key_scales: Scales of `basis`; None if there are none.
@@ -66,6 +67,7 @@ class QuantizedStore:
         codec: Number format.
         pool: Pool of its pages.
         head_dim: Channels of a key before any are dropped.
+        value_dim: Channels of a value before any are dropped.
         basis: Basis of the numbers, here and in plain pages; None if they are as the model computes them.
         lens: Slots in use, tombstones included, (R,).
         steps_until_check: Decoding steps in which no page falls due to be quantized; 0 to check at the next step. Any
@@ -79,13 +81,14 @@ class QuantizedStore:
         n_seq: int,
         n_kv_heads: int,
         head_dim: int,
+        value_dim: int,
         *,
         fixed: tuple[Tensor, Tensor] | None = None,
         rope: GrowingRope | None = None,
         key_scales: Tensor | None = None,
     ) -> None:
         self.codec, self.pool, self.head_dim = codec, pool, head_dim
-        device = pool.arrays.device
+        device, layout, self.value_dim = pool.arrays.device, pool.arrays.layout, value_dim
         self._fixed = None if fixed is None else (fixed[0].to(device), fixed[1].to(device))
         self._rope, self._device = rope, device
         turned = codec.rotated or key_scales is not None
@@ -96,7 +99,7 @@ class QuantizedStore:
         self._dead: Ints = np.zeros(n, dtype=np.int32)
         self._behind = False  # the device has buried more than `_dead` counts
         self._pages = PageLists(pool, n)
-        self._keys = KeyChannels(codec, n_seq, n_kv_heads, pool.arrays.layout.key_dim, device)
+        self._keys = KeyChannels(codec, n_seq, n_kv_heads, layout.key_dim, layout.value_dim, device)
         self.steps_until_check = 0
         self._view: PackedRegions | None = None  # what the kernels see of all regions, until something changes
         pool.holders.add(self)
@@ -146,9 +149,9 @@ class QuantizedStore:
         if self._view is None or self._view.rope is not rope:
             ids, lens, dead = (self._there(x) for x in (self._pages.ids, self.lens, self.n_evicted))
             scales, zeros = self._fixed or (None, None)
-            self._view = PackedRegions(
-                self.pool.arrays, ids, lens, dead, self._keys.channels, self._keys.balance, scales, zeros, rope
-            )
+            channels, balance, values = self._keys.tables.values()
+            sides = channels, balance, scales, zeros, rope, values, self.value_dim
+            self._view = PackedRegions(self.pool.arrays, ids, lens, dead, *sides)
         return self._view if rows is None else self._view.part(rows)
 
     @property
@@ -224,12 +227,14 @@ class QuantizedStore:
 
     # ------------------------------------------------------------------ writing
 
-    def collect_statistics(self, sequence: int, q: Tensor, k: Tensor) -> None:
-        """Add prompt tokens, q (Hq, Q, D) and k (Hkv, Q, D), to the statistics of key channels.
+    def collect_statistics(
+        self, sequence: int, q: Tensor, k: Tensor, outputs: Tensor | None = None, norms: Tensor | None = None
+    ) -> None:
+        """Add prompt tokens to the statistics of channels, see `KeyChannels.collect`.
 
         They count until the first entries of the sequence are quantized.
         """
-        self._keys.collect(sequence, q, k)
+        self._keys.collect(sequence, q, k, outputs, norms)
 
     def absorb(
         self,
@@ -396,6 +401,7 @@ class QuantizedStore:
             self.n_seq,
             self.n_kv_heads,
             self.head_dim,
+            self.value_dim,
             fixed=self._fixed,
             rope=self._rope,
             key_scales=None if self.basis is None else self.basis.scales,
@@ -444,8 +450,8 @@ class QuantizedStore:
         counts = {"owned": self._pages.owned, "lens": self.lens, "dead": self.n_evicted}
         tables = {name: torch.from_numpy(n) for name, n in counts.items()}
         reach = None if self._rope is None else torch.tensor(self._rope.tables.positions)
-        sides = {"channels": self._keys.channels, "balance": self._keys.balance, "reach": reach}
-        return {name: t.clone() for name, t in (tables | sides).items() if t is not None}
+        named = tables | self._keys.tables | {"reach": reach}
+        return {name: t.clone() for name, t in named.items() if t is not None}
 
     def adopt(self, numbers: dict[str, Tensor]) -> PageIds:
         """Become the store of one sequence that gave `numbers`, in fresh pages.
@@ -459,7 +465,7 @@ class QuantizedStore:
         owned = numbers["owned"].cpu().numpy()
         self._reserve(np.arange(len(owned)), (owned * self.slots).astype(np.int32))
         self.lens, self._dead = (numbers[name].cpu().numpy().astype(np.int32) for name in ("lens", "dead"))
-        self._keys.adopt(numbers.get("channels"), numbers.get("balance"))
+        self._keys.adopt(*(numbers.get(name) for name in ("channels", "balance", "value_channels")))
         self._changed()
         if self._rope is not None:
             self._rope.reach(int(numbers["reach"]))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 from millpond.cache.paging.page_directory import KeyTable
@@ -237,9 +237,28 @@ def slope(
     return np.bincount(steps.ravel(), np.repeat(wrong, N_FEATURES), minlength=N_WEIGHTS) / len(steps)
 
 
-def save_weights(file: Path, weights: Weights, note: str) -> None:
-    """Write weights with the layout of their features; `note` says what they were fitted on."""
-    save_file({"weights": weights.astype(np.float32)}, file, {"format": _FORMAT, "fitted_on": note})
+#: What bits mean: that the best rule evicts the page before its next use, or that it is not used in the next phase.
+Label = Literal["belady", "phase"]
+
+
+def save_weights(file: Path, weights: Weights, note: str, label: Label = "belady") -> None:
+    """Write weights with the layout of their features; `note` says what they were fitted on, `label` to which bits."""
+    about = {"format": _FORMAT, "fitted_on": note} | ({} if label == "belady" else {"label": label})
+    save_file({"weights": weights.astype(np.float32)}, file, about)
+
+
+def label_of(file: Path) -> Label:
+    """Return the bits that the weights of a file were fitted to; Belady's where it does not say.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    try:
+        with safe_open(file, "np") as weights:
+            label = (weights.metadata() or {}).get("label")
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"pager {file}: cannot be read: {error}; make one with millpond train pager") from None
+    return "phase" if label == "phase" else "belady"
 
 
 def load_weights(file: Path) -> Weights:
@@ -339,13 +358,27 @@ class PredictedBits:
         self.pages: int | None = None
 
     @classmethod
-    def of_file(cls, file: str) -> PredictedBits:
+    def of_file(cls, file: str, labels: tuple[Label, ...] = ("belady",)) -> PredictedBits:
         """Return bits with the weights of a file, or with those of the package.
 
+        Weights of phases are used as they are; others are refitted while pages come and go.
+
+        Args:
+            file: File of weights; empty for those of the package.
+            labels: Meanings of bits that the caller can use.
+
         Raises:
-            DataError: the file cannot be read, or holds other weights.
+            DataError: the file cannot be read, holds other weights, or bits of another meaning.
         """
-        return cls(DiscardPredictor(load_weights(Path(file)) if file else shipped_weights()))
+        if not file:
+            return cls(DiscardPredictor(shipped_weights()))
+        weights, label = load_weights(Path(file)), label_of(Path(file))
+        if label not in labels:
+            raise DataError(
+                f"pager {file}: its bits are those of phases (--label phase), which rule mark_predict takes; make "
+                "another with millpond train pager --label belady"
+            )
+        return cls(DiscardPredictor(weights, learns=label == "belady"))
 
     def bit(self, facts: PageFacts) -> bool:
         """Whether a page that is used now is safe to discard afterwards."""

@@ -135,6 +135,24 @@ class Planner:
         newest = self._policy.newest(self._attention.index, free, max(budget - n_kept, 0)).numpy()
         table.set_budget(sequence, numbers.astype(np.int32), newest.astype(np.int32))
 
+    def shrink_upper_tier(self, table: PageTable, positions: np.ndarray) -> None:
+        """Lower the budgets of sequences at positions (S,) whose lower tier is about to grow.
+
+        Both tiers together stay inside a budget in bytes.
+
+        Raises:
+            BudgetError: see `LayerBudgets.entries`.
+        """
+        budgets = table.budgets()
+        due = (positions >= 0) & (table.budgeted() - budgets >= self._together(table)).any(1)
+        for sequence in np.flatnonzero(due).tolist():
+            old = budgets[sequence].astype(np.int64)
+            budget = self.budget(table, sequence, int(positions[sequence]) + 1)
+            less = int(old.sum()) // len(old) - budget
+            if less > 0:
+                least = max(self._policy.protect.minimum(), 1)
+                self.set_budget(table, sequence, budget, torch.from_numpy((old - less).clip(min=least)))
+
     def _n_kept(self, sequence: int) -> int:
         """Return the positions of kept spans, without sinks.
 
@@ -371,7 +389,8 @@ class Planner:
                 return None
         if table.quantized is not None and table.quantized.codec.tiered:
             alive = alive.clone()
-            alive[:, : entries.n_quantized] = False  # what was demoted once is chosen no more
+            above = sum(part.width(sequence) for part in table.packed_parts[:-1])
+            alive[:, above : entries.n_quantized] = False  # what was demoted once is chosen no more
         positions = torch.where(alive, entries.positions, -1)
         order = by_position(positions)
         view = self.views.of(table, sequence, entries, positions, order, seen)

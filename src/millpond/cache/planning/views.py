@@ -54,7 +54,7 @@ class ViewBuilder:
         if self._policy.sums_queries:
             view = self._with_moments(view, sequence)
         head_rules = self._sequence_state.head_rules
-        return view if head_rules is None else self._with_tokens(view, head_rules, sequence, entries, order)
+        return view if head_rules is None else self._with_rules(view, table, head_rules, sequence, entries, order)
 
     def signal(self, sequence: int, entries: Entries) -> Entries:
         """Return candidates whose `scores` are the basis of the policy's score."""
@@ -86,10 +86,10 @@ class ViewBuilder:
             scale=self._attention.shape.scale,
         )
 
-    def _with_tokens(
-        self, view: View, head_rules: HeadRuleState, sequence: int, entries: Entries, order: Tensor
+    def _with_rules(
+        self, view: View, table: PageTable, head_rules: HeadRuleState, sequence: int, entries: Entries, order: Tensor
     ) -> View:
-        """Return the view with token ids and the attention by query head, in the given order."""
+        """Return the view with token ids and attention by query head in the given order, and the rules so far."""
         tokens, attention = self._tracker.tokens, self._attention
         assert tokens is not None, "token ids are kept for a policy that looks at them"
 
@@ -100,4 +100,8 @@ class ViewBuilder:
             return sums.gather(2, order[:, None].expand_as(sums))
 
         row = torch.tensor([sequence], device=order.device)
-        return replace(view, tokens=lambda: tokens.at(row, view.positions[None])[0], head_attention=look)
+        view = replace(view, tokens=lambda: tokens.at(row, view.positions[None])[0], head_attention=look)
+        if not view.turn:
+            return view
+        kinds = torch.from_numpy(table.rules()[sequence]).to(order.device)
+        return replace(view, head_kinds=kinds, head_local=int(table.newest_protected()[sequence].max()))

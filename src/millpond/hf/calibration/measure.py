@@ -16,7 +16,7 @@ from transformers import Cache, PreTrainedModel
 
 from millpond.codec.calibration import Calibration, LayerCalibration, Numbers
 from millpond.codec.groups import TABLES
-from millpond.codec.nuq import as_table, kmeans, normalised_keys, normalised_values, q_norm
+from millpond.codec.nuq import as_table, kmeans, normalised_keys, normalised_token_values, normalised_values, q_norm
 from millpond.codec.presets import codec_named
 from millpond.errors import DataError, NumericsError, OptionError, UnsupportedModelError
 from millpond.hf.calibration.load import model_mark, rotations_before_rope
@@ -192,11 +192,15 @@ def _layer(
     assert pages is not None
     n_extra = round(outliers * SLOTS * values.shape[2])
     y_values, w_values = normalised_values(pages, page_weights, n_extra, by_range=by_range)
+    tokens, token_weights = (None if t is None else t.transpose(0, 1).flatten(1) for t in (values, value_fisher))
+    assert tokens is not None
+    y_tokens, w_tokens = normalised_token_values(tokens, token_weights, outliers, by_range=by_range)
     return LayerCalibration(
         scale.view(n_heads, dim),
         zero.view(n_heads, dim),
         {b: _numbers(y, w, b, b in normalise) for b in bits},
         {b: _numbers(y_values, w_values, b, b in normalise) for b in bits},
+        {b: _numbers(y_tokens, w_tokens, b, b in normalise) for b in bits},
     )
 
 

@@ -16,16 +16,24 @@ from millpond.hf.model_profile import ModelProfile
 
 def attach_output_projections(profile: ModelProfile, layer_caches: Iterable[LayerCache]) -> None:
     """Attach the output projections of the layers, looked up when a score reads them."""
-    projections, n_heads, name = profile.output_projections, profile.n_heads, profile.name
-
-    def maps(index: int) -> Tensor:
-        projection = projections.get(index)
-        return output_maps(
-            None if projection is None else getattr(projection.module, projection.name, None), n_heads, name
-        )
-
     for layer_cache in layer_caches:
-        layer_cache.attention.outputs = partial(maps, layer_cache.index)
+        layer_cache.attention.outputs = partial(_maps, profile, layer_cache.index)
+
+
+def check_output_projections(profile: ModelProfile) -> None:
+    """Check that every attention layer has an output projection that can be read.
+
+    Raises:
+        UnsupportedModelError: see `output_maps`.
+    """
+    for layer in range(profile.n_layers):
+        _maps(profile, layer)
+
+
+def _maps(profile: ModelProfile, layer: int) -> Tensor:
+    projection = profile.output_projections.get(layer)
+    linear = None if projection is None else getattr(projection.module, projection.name, None)
+    return output_maps(linear, profile.n_heads, profile.name)
 
 
 @torch.no_grad()

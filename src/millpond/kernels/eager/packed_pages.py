@@ -7,8 +7,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from millpond.errors import OptionError
 from millpond.kernels.args import EntryRows, PaddedEntries
 from millpond.kernels.packed import codes
+from millpond.kernels.packed.across_heads import encode_across
 from millpond.kernels.packed.codes import Fixed
 from millpond.kernels.packed.regions import PackedRegions
 
@@ -36,14 +38,47 @@ def write(regions: PackedRegions, rows: EntryRows) -> None:
         _write(regions, ids, r, rows, source_columns)
 
 
-def _write(regions: PackedRegions, ids: Tensor, r: Tensor, rows: EntryRows, source_columns: Tensor) -> None:
-    """Write pages `ids` (P,) of regions r (P,) from columns (P, slots) of their rows."""
+def write_across_heads(regions: PackedRegions, rows: EntryRows) -> None:
+    """Write whole pages whose ranges and outliers are those of a token over all KV heads.
+
+    Raises:
+        OptionError: the heads of a sequence take other tokens, or parts of pages.
+    """
+    scales = regions.key_scales
+    assert scales is not None, "only calibrated formats have ranges over all heads"
+    n_heads = len(scales)
+    slots, heads = regions.pages.slots, torch.arange(n_heads, device=rows.start.device)
+    runs = torch.stack([rows.start, rows.count], 1).view(-1, n_heads, 2)
+    if bool((runs % slots).any() or (runs != runs[:, :1]).any()):
+        raise OptionError("ranges over all heads are of whole pages of the same tokens in every head of a sequence")
+    start, n_pages = runs[:, 0, 0].long(), runs[:, 0, 1].long() // slots
+    max_pages = int(n_pages.max()) if len(n_pages) else 0
+    sequence, column = (torch.arange(max_pages, device=heads.device) < n_pages[:, None]).nonzero().unbind(1)
+    together = max(TOGETHER // n_heads, 1)
+    for begin in range(0, len(sequence), together):
+        part = slice(begin, begin + together)
+        r = (sequence[part, None] * n_heads + heads).flatten()
+        first = column[part].repeat_interleave(n_heads) * slots
+        columns = rows.index[r].long().gather(1, first[:, None] + torch.arange(slots, device=heads.device))
+        ids = regions.table[r, (start[sequence[part]].repeat_interleave(n_heads) + first) // slots].long()
+        _write(regions, ids, r, rows, columns, n_heads)
+
+
+def _write(
+    regions: PackedRegions, ids: Tensor, r: Tensor, rows: EntryRows, source_columns: Tensor, n_heads: int = 0
+) -> None:
+    """Write pages `ids` (P,) of regions r (P,) from columns (P, slots) of their rows.
+
+    n_heads: KV heads of which the pages are, one after another, for ranges over all of them.
+    """
     pages, at = regions.pages, r[:, None]
     keys, values, positions = (t[at, source_columns] for t in (rows.keys, rows.values, rows.positions))
-    keys = stored_keys(regions, r, keys, positions)
+    keys, values = stored_keys(regions, r, keys, positions), stored_values(regions, r, values)
     coded = []
     for (side, _, _, is_key), x in zip(codes.sides(pages.layout), (keys, values), strict=True):
-        coded.append(codes.to_bytes(codes.encode(x, side, fixed_of(regions, r) if is_key else None), side, is_key))
+        fixed = fixed_of(regions, r) if is_key else None
+        encoded = encode_across(x, side, fixed, n_heads) if side.across_heads else codes.encode(x, side, fixed)
+        coded.append(codes.to_bytes(encoded, side, is_key))
     _put(pages.codes, ids, torch.cat(coded, 1))
     _put(pages.positions, ids, positions)
     zeros = torch.zeros_like(positions).float()
@@ -82,6 +117,24 @@ def stored_keys(regions: PackedRegions, r: Tensor, keys: Tensor, positions: Tens
     return keys.float() / regions.balance[r][:, None] if regions.balance is not None else keys
 
 
+def stored_values(regions: PackedRegions, r: Tensor, values: Tensor) -> Tensor:
+    """Return values (P, n, value_dim) of regions r (P,) as stored: in the channels that are kept."""
+    if regions.value_channels is None:
+        return values
+    return values.gather(2, regions.value_channels[r].long()[:, None].expand(-1, values.shape[1], -1))
+
+
+def _whole_values(regions: PackedRegions, r: Tensor, values: Tensor) -> Tensor:
+    """Return the values (n, whole_value_dim) of stored ones of regions r (n,).
+
+    Channels that were dropped are zero.
+    """
+    if regions.value_channels is None:
+        return values
+    whole = values.new_zeros(len(values), regions.whole_value_dim)
+    return whole.scatter(1, regions.value_channels[r].long(), values)
+
+
 def _whole_keys(regions: PackedRegions, r: Tensor, keys: Tensor, positions: Tensor, head_dim: int) -> Tensor:
     """Return the keys (n, head_dim) of stored ones of regions r (n,).
 
@@ -107,7 +160,7 @@ def write_packed(regions: PackedRegions, rows: EntryRows) -> None:
             continue
         row, own_head = rows.index[r, :n].long(), torch.tensor([r], device=start.device)
         keys = stored_keys(regions, own_head, rows.keys[r, row][None], positions[r, row][None])[0]
-        pair = (keys, rows.values[r, row])
+        pair = (keys, stored_values(regions, own_head, rows.values[r, row][None])[0])
         slots = torch.arange(begin, begin + n, device=start.device)
         for i in range(begin // pages.slots, (begin + n - 1) // pages.slots + 1):
             mine = slots // pages.slots == i
@@ -131,7 +184,7 @@ def write_packed(regions: PackedRegions, rows: EntryRows) -> None:
 def read_packed(regions: PackedRegions, width: int, head_dim: int) -> PaddedEntries:
     pages, n_regions = regions.pages, regions.table.shape[0]
     zeros = partial(torch.zeros, n_regions, width, device=regions.table.device)
-    keys, values = zeros(head_dim), zeros(pages.layout.value_dim)
+    keys, values = zeros(head_dim), zeros(regions.whole_value_dim or pages.layout.value_dim)
     positions = zeros(dtype=torch.int32).fill_(-1)
     scores, masses = zeros(), zeros() if pages.masses else None
     if not width or not pages.codes:
@@ -148,7 +201,7 @@ def read_packed(regions: PackedRegions, width: int, head_dim: int) -> PaddedEntr
         decoded = _decoded(regions, ids, r)
         positions[row, at] = _rows(pages.positions, ids)[inside]
         keys[row, at] = _whole_keys(regions, row, decoded[0][inside], positions[row, at], head_dim)
-        values[row, at] = decoded[1][inside]
+        values[row, at] = _whole_values(regions, row, decoded[1][inside])
         scores[row, at] = _rows(pages.scores, ids)[inside]
         if masses is not None:
             masses[row, at] = _rows(pages.log_masses, ids)[inside]

@@ -24,7 +24,7 @@ from millpond.kernels.thread_count import thread_count
 #: the order of fields is that of csrc/quantized/packed_args.hpp
 #: what mp_write_packed reports
 NOT_FINITE, TOO_LARGE = 2, 3
-_PACKED = Struct("=52q")
+_PACKED = Struct("=53q")
 PACKED, PACKED_BYTES = _PACKED.pack, _PACKED.size
 WRITE = Struct("=25q").pack
 INT32 = torch.int32
@@ -82,7 +82,10 @@ def _struct(regions: PackedRegions) -> bytes:
     pages, layout = regions.pages, regions.pages.layout
     if regions.table.dtype is not INT32 or (regions.table.shape[1] and regions.table.stride(1) != 1):
         raise OptionError("table of packed regions must be an int32 tensor with contiguous rows")
-    channels = 0 if regions.channels is None else _int32(regions.channels, "channels").data_ptr()
+    channels, value_channels = (
+        0 if t is None else _int32(t, name).data_ptr()
+        for t, name in ((regions.channels, "channels"), (regions.value_channels, "value_channels"))
+    )
     key_table, value_table = layout.tables
     return PACKED(
         pages.bases.data_ptr(),
@@ -110,6 +113,7 @@ def _struct(regions: PackedRegions) -> bytes:
         _int32(regions.dead, "dead").data_ptr(),
         channels,
         _float_rows(regions.balance, "balance"),
+        value_channels,
         *_rope(regions.rope),
     )
 

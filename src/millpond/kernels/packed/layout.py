@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -14,6 +15,8 @@ from millpond.kernels.pages import Arenas
 
 #: Lanes of a tile; slots that a kernel works on at once.
 LANES, RUN = 16, 32
+#: Places for outliers of a page of one head, in multiples of its even share, where outliers are those of all heads.
+ROOM = 2
 #: Most slots and channels that an outlier can name: 8 bits each.
 MAX_NAMED = 256
 
@@ -58,6 +61,9 @@ class Side:
         fixed: Keys only: scales and zeros per channel come from calibration and are stored outside the page.
         less_mean: Keys only, not by channel: a page stores the mean of its keys in each channel, and codes stand for
             what the keys are less it, so that channels far from 0 do not widen the range of all.
+        across_heads: Formats with a table only: the range of a value, and the outliers of either side, are those of a
+            token over all KV heads; each head's page stores them.
+        n_outer: With `across_heads`, outliers at each end of a token over all KV heads.
         n_extra: Outliers per page, 4 bytes each, for the numbers with the largest error.
         table: Numbers of a table format, 2^bits ascending ones that bfloat16 holds exactly.
         cuts: Limits of a table format, the 2^bits - 1 ascending numbers between two codes; empty for halfway between
@@ -70,6 +76,8 @@ class Side:
     symmetric: bool = False
     fixed: bool = False
     less_mean: bool = False
+    across_heads: bool = False
+    n_outer: int = 0
     n_extra: int = 0
     table: tuple[float, ...] = ()
     cuts: tuple[float, ...] = ()
@@ -151,9 +159,15 @@ class PackedLayout:
     def grain(self) -> int:
         """Entries that must be written together, from a multiple of it; 1 if no group spans slots."""
         spans = self.key.format is Format.FP8 or self.value.format is Format.FP8
+        spans = spans or self.key.across_heads or self.value.across_heads
         if spans or self.key.n_extra or self.value.n_extra or self.key.less_mean:
             return self.slots
         return self.key.group if self.key.by_channel and self.key.format.grouped and not self.key.fixed else 1
+
+
+def outer_count(share: float, n: int) -> int:
+    """Return the outliers at each end of a token of `n` numbers: half of the share, rounded up as published."""
+    return math.ceil(share / 2 * n)
 
 
 def table_of(side: Side) -> Tensor:
@@ -183,6 +197,8 @@ def _check_side(noun: str, side: Side, dim: int, slots: int) -> None:
         raise OptionError(f"{noun}: outliers can be named among {MAX_NAMED} slots and channels, not {slots} x {dim}")
     if side.format.uses_table and len(side.table) != 1 << side.format.bits:
         raise OptionError(f"{noun}: {side.format.name} needs a table of {1 << side.format.bits} numbers")
+    if side.across_heads and not (side.format.uses_table and (side.fixed or noun == "values") and not side.group):
+        raise OptionError(f"{noun}: only a format with a table, and one range for a slot, has ranges over all heads")
     if noun == "values" and (side.fixed or side.by_channel):
         raise OptionError("values are grouped along the channels of a slot; only keys can be by channel")
     if side.less_mean and (noun == "values" or side.per_channel or not side.format.grouped):

@@ -119,6 +119,8 @@ class PackedRegions:
         channels: (R, key_dim) int32, ascending channels of a key that are kept (ThinK); None for all.
         balance: (R, key_dim) float32, factor that restores a stored key, and that multiplies the query instead (the
             inverse of MiKV's balancer), over the kept channels; None for 1.
+        value_channels: (R, value_dim) int32, ascending channels of a value that are kept (ThinK); None for all.
+        whole_value_dim: Channels of a value before any are dropped; 0 for as many as are stored.
         key_scales: (Hkv, key_dim) float32, for keys whose scales are `fixed`.
         key_zeros: (Hkv, key_dim) float32, likewise.
         rope: Keys are stored before RoPE, and turned by it to the positions of their slots when they are read; `write`
@@ -137,6 +139,8 @@ class PackedRegions:
     key_scales: Tensor | None = None
     key_zeros: Tensor | None = None
     rope: Rope | None = None
+    value_channels: Tensor | None = None
+    whole_value_dim: int = 0
     known: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def check(self, n_regions: int, key_dim: int) -> None:
@@ -154,6 +158,11 @@ class PackedRegions:
             raise OptionError(
                 f"packed keys of {layout.key_dim} channels for plain ones of {key_dim}; name the kept ones in "
                 "`channels`"
+            )
+        if self.value_channels is None and self.whole_value_dim not in (0, layout.value_dim):
+            raise OptionError(
+                f"packed values of {layout.value_dim} channels for plain ones of {self.whole_value_dim}; name the kept "
+                "ones in `value_channels`"
             )
         self.known["fits"] = expected
 
@@ -179,6 +188,10 @@ class PackedRegions:
         They are copies unless the rows are neighbours.
         """
         at = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self.table.device)
-        channels, balance = (None if t is None else t[at] for t in (self.channels, self.balance))
+        channels, balance, values = (
+            None if t is None else t[at] for t in (self.channels, self.balance, self.value_channels)
+        )
         table, lens, dead = self.table[at], self.lens[at], self.dead[at]
-        return replace(self, table=table, lens=lens, dead=dead, channels=channels, balance=balance)
+        return replace(
+            self, table=table, lens=lens, dead=dead, channels=channels, balance=balance, value_channels=values
+        )

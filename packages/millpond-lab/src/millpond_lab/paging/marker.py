@@ -107,8 +107,9 @@ class MarkAndPredict(Marker):
     The paper's bit says that a page is not used in the next phase: misses are then at most 2 times the least possible,
     plus H_k for each wrong 0 and one for each wrong 1, and O(log k) whatever the bits (Theorem 2).
 
-    Departs from the paper: outside a replay the bits are those of `mark0`, which say whether Belady's rule evicts the
-    page before its next use.
+    Departs from the paper: the bits of the package's predictor are those of `mark0`, which say whether Belady's rule
+    evicts the page before its next use. `millpond train pager --label phase` makes a predictor of the paper's bits,
+    which is not refitted while pages come and go.
     """
 
     name = "mark_predict"
@@ -133,4 +134,4 @@ def mark_predict(
     seed: Annotated[int, "seed of the random choices", SEEDS] = 0,
 ) -> PagingRule:
     """Evict as `marker`, of the pages not used in this phase first those that are predicted to be useless."""
-    return MarkAndPredict(PredictedBits.of_file(pager), seed)
+    return MarkAndPredict(PredictedBits.of_file(pager, ("belady", "phase")), seed)

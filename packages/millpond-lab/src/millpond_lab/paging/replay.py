@@ -118,6 +118,24 @@ def belady_bits(requests: Sequence[Path], evicted: Sequence[int], evicted_at: Se
     return bits
 
 
+def phase_bits(requests: Sequence[Path], pages: int) -> list[bool]:
+    """For each access, whether its page is not used in the next phase (arXiv:2210.02775, section 5).
+
+    A phase is a longest run of accesses to at most `pages` different pages.
+    """
+    phases: list[set[int]] = [set()]
+    phase_of: list[int] = []
+    for path in requests:
+        for key in path:
+            if key not in phases[-1] and len(phases[-1]) == pages:
+                phases.append(set())
+            phases[-1].add(key)
+            phase_of.append(len(phases) - 1)
+    phases.append(set())
+    keys = (key for path in requests for key in path)
+    return [key not in phases[phase + 1] for key, phase in zip(keys, phase_of, strict=True)]
+
+
 class _HeldPages:
     """Pages of a cache of fixed size, with their parents, and the rule that evicts them."""
 

@@ -71,6 +71,8 @@ def run(
                         "rule": candidate,
                         "hits": outcome.hits,
                         "hit_rate": outcome.hit_rate,
+                        "misses": outcome.misses,
+                        "bound": trace.bound(candidate),
                     }
                 )
     rules = dict.fromkeys(name.partition(",")[0] for name in candidates)

@@ -32,6 +32,23 @@ def paging_markdown(data: dict[str, Any]) -> str:
                 [[rule, *(rates.get((rule, pages), "") for pages in sizes)] for rule in rules],
             ),
         ]
+        bounded = [row for row in of_trace if row["bound"] is not None]
+        if bounded:
+            parts.append(
+                markdown_table(
+                    ["rule", "pages", "misses", "the paper's bound", "share of it"],
+                    [
+                        [
+                            row["rule"],
+                            f"{row['pages']:,}",
+                            f"{row['misses']:,}",
+                            f"{row['bound']:,.0f}",
+                            f"{row['misses'] / row['bound']:.3f}",
+                        ]
+                        for row in bounded
+                    ],
+                )
+            )
     if data["costs"]:
         parts += ["## Costs\n", costs_table(data["costs"])]
     return "\n".join(parts)

@@ -39,6 +39,7 @@ struct PackedArgs {
   int32_t* dead;         // (R,) tombstones: slots whose position is -1
   const int32_t* channels;  // (R, key_dim) which channels of the query the keys keep, or null: all
   const float* balance;     // (R, key_dim) factors of the query, or null: all 1
+  const int32_t* value_channels;  // (R, value_dim) ascending channels of the output that the values keep, or null: all
   RopeArgs rope;
 };
 

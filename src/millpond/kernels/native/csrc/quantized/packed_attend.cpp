@@ -113,6 +113,22 @@ void row_sums(const Call& c, const ValueChunk& chunk, const NextKeys& next, floa
   }
 }
 
+// Brings sums of the value channels that are kept to their places in the output; the others get nothing.
+void spread_channels(const Call& c, int r, float* out) {
+  if (c.packed->value_channels == nullptr) return;
+  const int kept = int(c.packed_pool.value_dim);
+  const int32_t* channels = c.packed->value_channels + int64_t(r) * kept;
+  for (int h = 0; h < c.group; ++h, out += c.out_stride) {
+    int end = c.out_stride;
+    for (int d = kept; d-- > 0; end = channels[d]) {  // the last first: none moves to the left
+      const float sum = out[d];
+      std::fill(out + channels[d], out + end, 0.0f);
+      out[channels[d]] = sum;
+    }
+    std::fill(out, out + end, 0.0f);
+  }
+}
+
 }  // namespace
 
 void attend_packed(const Call& c, int r, int split, const Slab& slab, const Scratch& scratch) {
@@ -143,6 +159,7 @@ void attend_packed(const Call& c, int r, int split, const Slab& slab, const Scra
     else
       with_format(c.packed->value.format, [&](auto f) { packed_sums<f>(c, chunk, next, scratch, out); });
   }
+  spread_channels(c, r, out);
 }
 
 }  // namespace mp

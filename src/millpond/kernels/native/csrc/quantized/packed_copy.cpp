@@ -56,6 +56,12 @@ int encode(const SideArgs& a, Sheet s, int first, int slots, int head, char* pag
   return trouble;
 }
 
+// A row as floats: all of its numbers, or those of some channels.
+void widen_some(float* to, const void* from, int64_t dtype, const int32_t* channels, int dim) {
+  if (channels == nullptr) return widen(to, from, dtype, dim);
+  for (int d = 0; d < dim; ++d) widen(to + d, offset(from, dtype, channels[d]), dtype, 1);
+}
+
 // Slots [begin, end) of region r, all in one page.
 int write_run(const PackedWriteArgs& a, const PackedPool& pool, int64_t r, int64_t begin, int64_t end, char* memory) {
   const int32_t* pages = pool.pages(int(r));
@@ -64,6 +70,7 @@ int write_run(const PackedWriteArgs& a, const PackedPool& pool, int64_t r, int64
   char* page = pool.page(pages, begin);
   const int32_t* rows = a.index + r * a.index_row + (begin - a.start[r]);
   const int32_t* channels = a.packed.channels != nullptr ? a.packed.channels + r * key_dim : nullptr;
+  const int32_t* value_channels = a.packed.value_channels != nullptr ? a.packed.value_channels + r * value_dim : nullptr;
   const float* balance = a.packed.balance != nullptr ? a.packed.balance + r * key_dim : nullptr;
   const int head = int(r % a.n_kv_heads);
   float *numbers = reinterpret_cast<float*>(memory), *far = numbers + int64_t(slots) * dim, *spare = far + int64_t(slots) * dim;
@@ -71,17 +78,15 @@ int write_run(const PackedWriteArgs& a, const PackedPool& pool, int64_t r, int64
   for (int t = 0; t < n; ++t) {
     const void* from = offset(a.keys, a.k_dtype, r * a.k_region + rows[t] * a.k_row);
     float* to = s.x + int64_t(t) * key_dim;
-    if (channels == nullptr)
-      widen(to, from, a.k_dtype, key_dim);
-    else
-      for (int d = 0; d < key_dim; ++d) widen(to + d, offset(from, a.k_dtype, channels[d]), a.k_dtype, 1);
+    widen_some(to, from, a.k_dtype, channels, key_dim);
     for (int d = 0; balance != nullptr && d < key_dim; ++d) to[d] /= balance[d];
     if (a.packed.rope.pairs != nullptr) turn_back(a.packed.rope, to, std::max(0, a.positions[r * a.p_region + rows[t] * a.p_row]), spare);
   }
   if (const int trouble = encode(a.packed.key, s, first, slots, head, page, true); trouble != FINE) return trouble;
   s.dim = value_dim;
   for (int t = 0; t < n; ++t)
-    widen(s.x + int64_t(t) * value_dim, offset(a.values, a.v_dtype, r * a.v_region + rows[t] * a.v_row), a.v_dtype, value_dim);
+    widen_some(s.x + int64_t(t) * value_dim, offset(a.values, a.v_dtype, r * a.v_region + rows[t] * a.v_row), a.v_dtype,
+               value_channels, value_dim);
   if (const int trouble = encode(a.packed.value, s, first, slots, head, page, false); trouble != FINE) return trouble;
   for (int t = 0; t < n; ++t) {
     const int64_t row = rows[t], slot = begin + t;
