@@ -12,7 +12,7 @@ All nodes after one on the disk are there too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,6 +93,7 @@ class PrefixTree:
         self._unused: list[int] = []  # numbers
         self._in_use: dict[PrefixNode, None] = {}  # chosen by the rule, but requests hold all their pages
         self._releases: dict[PagePool, int] = {}  # of their pools when they were last looked at
+        self._pools: set[PagePool] = set()
         self._requests = self.evicted = 0
 
     def __len__(self) -> int:
@@ -224,6 +225,43 @@ class PrefixTree:
         self._releases = self._count_releases()
         return False
 
+    @property
+    def n_releases(self) -> int:
+        """Releases of pages so far, by whichever holder, in the pools of all nodes."""
+        return sum(pool.n_releases for pool in self._pools)
+
+    def release_unheld(self, wanted: Collection[PrefixNode]) -> None:
+        """Drop the nodes of which a page has no other holder, followers first, unless they are `wanted`.
+
+        Those are evicted like others where memory is needed.
+        """
+        kept: list[PrefixNode] = []
+        for leaf in [held for held in self._in_use if not held.n_children]:
+            self._rule.allow(leaf.number)
+        self._in_use.clear()
+        while (number := self._rule.victim()) is not None:
+            node = self._numbered[number]
+            assert node is not None, "the rule forgets dropped nodes"
+            if not _is_unheld(node):
+                self._rule.forbid(number)
+                self._in_use[node] = None
+            elif node in wanted:
+                self._rule.forbid(number)
+                kept.append(node)
+            else:
+                self._drop(node)
+        for node in kept:
+            self._rule.allow(node.number)
+        self._releases = self._count_releases()
+
+    def drop_end(self, path: list[PrefixNode], n: int, holders: int) -> None:
+        """Drop nodes from the end of a path, which nothing follows, whose pages have at most `holders` holders.
+
+        The first `n` nodes stay.
+        """
+        while len(path) > n and _most_holders(path[-1]) <= holders and self.shorten(path):
+            pass
+
     def shorten(self, path: list[PrefixNode]) -> bool:
         """Evict the last node of a path, whoever holds its pages.
 
@@ -276,6 +314,7 @@ class PrefixTree:
         node.pools, node.pages = pools, pages
         for pool in set(pools):
             pool.holders.add(self)
+        self._pools.update(pools)
         _retain(node)
         self._enter(node)
         return node
@@ -404,9 +443,17 @@ def _release(node: PrefixNode) -> None:
 
 def _alone(node: PrefixNode) -> bool:
     """Whether evicting a node frees memory: some page has no other holder, or there are sums."""
-    return bool(node.sums) or any(
-        bool((pool.refs(ids) == 1).any()) for pool, ids in zip(node.pools, node.pages, strict=True)
-    )
+    return bool(node.sums) or _is_unheld(node)
+
+
+def _is_unheld(node: PrefixNode) -> bool:
+    """Whether some page of a node has no other holder."""
+    return any(bool((pool.refs(ids) == 1).any()) for pool, ids in zip(node.pools, node.pages, strict=True))
+
+
+def _most_holders(node: PrefixNode) -> int:
+    """Return how many hold the page of a node that most hold, the tree among them."""
+    return max(int(pool.refs(ids).max(initial=0)) for pool, ids in zip(node.pools, node.pages, strict=True))
 
 
 def tables_of(path: list[PrefixNode]) -> list[PageTable]:

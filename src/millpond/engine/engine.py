@@ -450,6 +450,7 @@ class Engine:
                 raise
         finally:
             self.in_step = ()
+        self._parts.prefix_cache.release_unheld()
         if not self._requests:
             self._parts.trim()
         self._stats = self._parts.stats()

@@ -12,11 +12,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from itertools import count
 
-import numpy as np
-
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.engine.batch_plan import BatchPlan, plan_batch
-from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.memory_estimate import estimate_after_prefix, estimate_prefix, keeps_pages, shares_pages
 from millpond.engine.outputs import Times
 from millpond.engine.request import Request
@@ -71,28 +68,25 @@ class SharedPrefixes:
                 if reading.prompt is None:
                     common_prefix = plan.prefixes[reading.prefix]
                     parent = added[common_prefix.parent]
-                    new_prefix = self._add(
-                        alike[common_prefix.prompt].ids_array[: common_prefix.length],
-                        alike[common_prefix.prompt].group,
-                        parent,
-                    )
+                    new_prefix = self._add(alike[common_prefix.prompt], common_prefix.length, parent)
                     added[reading.prefix] = new_prefix or parent
                 else:
                     self._assign(alike[reading.prompt], added[reading.prefix])
                     take_in(alike[reading.prompt])
             self._end_unused([shared_prefix for shared_prefix in added.values() if shared_prefix is not None])
 
-    def _add(self, ids: np.ndarray, group: DecodeGroup, parent: RequestState | None) -> RequestState | None:
+    def _add(self, state: RequestState, length: int, parent: RequestState | None) -> RequestState | None:
         """Add a shared prefix to the queue.
 
         Args:
-            ids: Its tokens, (n,).
-            group: Group of the requests that begin with it.
+            state: One of the requests that begin with it.
+            length: Its tokens.
             parent: Shared prefix that it continues.
 
         Returns:
             The shared prefix; None: prompts of this method begin with none, or it does not fit.
         """
+        ids, group = state.ids_array[:length], state.group
         if group.cache_factory.within_context(len(ids)) != len(ids) or len(ids) == group.cache_factory.reach:
             return None  # gaps close before its end
         alone = estimate_prefix(group.cache_factory, len(ids), 0)
@@ -101,7 +95,8 @@ class SharedPrefixes:
         name = next(name for number in self._names if (name := f"shared prefix {number}") not in self._requests)
         tokens = tuple(ids.tolist())
         scheduled = SchedulerRequest(name, len(tokens), alone, num_answers=0, is_shared_prefix=True)
-        shared_prefix = RequestState(Request(request_id=name, prompt=tokens), tokens, scheduled, group, [], Times(0.0))
+        request = Request(request_id=name, prompt=tokens, cache_salt=state.request.cache_salt)
+        shared_prefix = RequestState(request, tokens, scheduled, group, [], Times(0.0))
         if parent is not None:
             after_parent = estimate_prefix(group.cache_factory, len(tokens), len(parent.ids))
             if self._fits_after(parent, after_parent.prefill):
