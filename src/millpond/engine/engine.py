@@ -261,7 +261,7 @@ class Engine:
         """End all requests, free all memory, and give the model its own attention back."""
         self.abort_all()
         self.grammars.close()
-        self._parts.prefix_cache.tree.clear()
+        self._parts.prefix_cache.clear()
         self._parts.trim()
         self._stats = self._parts.stats()
         self._closing.close()

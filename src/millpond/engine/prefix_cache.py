@@ -23,6 +23,7 @@ from millpond.engine.outputs import PrefixStats
 from millpond.engine.prompt_marks import MAX_COMPARED, common_ends
 from millpond.engine.request_state import RequestState
 from millpond.engine.request_table import RequestTable
+from millpond.engine.shared_codes import SharedCodes
 from millpond.runner.cache_factory import CacheFactory
 
 #: Most blocks that are evicted for the sums of one breakpoint: pages of other blocks may hold their memory back.
@@ -62,6 +63,7 @@ class PrefixCache:
         self._enabled = rule is not None
         self._unit = unit
         self._in_flight = in_flight
+        self._codes = SharedCodes(unit)
         self._released: tuple[int, int] | None = None  # what the last `release_unheld` saw
         self._secret = secrets.token_bytes(32)
 
@@ -217,6 +219,9 @@ class PrefixCache:
                 path = self.tree.find(self._cache_key(state), state.ids_array, state.group.slots)
                 self.tree.drop_end(path, n_wanted // state.group.slots, holders=2)
 
+        if self._shares(state):
+            self._codes.begin(self._cache_key(state), state.ids_array, state.group.cache_factory, batch_cache)
+
         def need() -> Pages:
             return sum_pages(self.plan_pages(state), later)
 
@@ -224,8 +229,24 @@ class PrefixCache:
             while self.tree.shorten(path) and not self._memory_limit.make_room(need()):
                 pass
 
+    def insert_codes(self, state: RequestState) -> None:
+        """Let other requests hold the codes of a prompt, after its plan."""
+        if state.private_cache is not None and self._shares(state):
+            self._codes.keep(self._cache_key(state), state.ids_array, state.group.cache_factory, state.private_cache)
+
+    @property
+    def trees(self) -> tuple[PrefixTree, PrefixTree]:
+        """Trees of plain pages and of pages of codes."""
+        return self.tree, self._codes.tree
+
+    def clear(self) -> None:
+        """Drop all blocks."""
+        for tree in self.trees:
+            tree.clear()
+
     def release_unheld(self) -> None:
         """Drop the blocks that no request in flight holds or waits for, if no others are to be kept."""
+        self._codes.release_unheld()
         if self._in_flight is None or not len(self.tree):
             return
         seen = self.tree.n_releases, len(self._in_flight)
@@ -237,6 +258,7 @@ class PrefixCache:
 
     def make_room(self, pages: Pages) -> bool:
         """Return whether these pages are free, after eviction of blocks that no request holds."""
+        self._codes.release_unheld()
         return self.tree.evict(lambda: self._memory_limit.make_room(pages))
 
     def stats(self) -> PrefixStats | None:

@@ -445,10 +445,8 @@ class PageTable:
             return None
         if not self._runs_current:
             by_sequence = (self.n_seq, self.n_kv_heads, -1)
-            ids = self._rows.ids.reshape(by_sequence)
             full = (self._lengths.host // self.pool.slots).reshape(by_sequence).min((1, 2))
-            begin_alike = len(set(ids[full > 0, 0, 0].tolist())) < int((full > 0).sum())
-            self._runs = SharedPrefixRuns.of(ids, full, self.pool.arrays) if begin_alike else None
+            self._runs = SharedPrefixRuns.of(self._rows.ids.reshape(by_sequence), full, self.pool.arrays)
             self._runs_current = True
         return self._runs
 
