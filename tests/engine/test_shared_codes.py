@@ -27,11 +27,11 @@ def model() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=96,
-        hidden_size=64,
+        hidden_size=96,
         intermediate_size=48,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=6,
+        num_key_value_heads=3,
         head_dim=64,
         max_position_embeddings=2048,
         attn_implementation="sdpa",
@@ -72,7 +72,7 @@ def test_eight_requests_hold_one_beginning_and_eight_tails() -> None:
     _, tails = answers([text[COMMON:] for text in texts], "int4", new=24, prefix_cache=False)
     _, one = answers([texts[0][: COMMON + 64]], "int4", new=24)
     assert held <= tails + one
-    assert held < held_alone / 3.5
+    assert held < held_alone / 2.5
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -25,8 +25,11 @@ from millpond.kernels.pages import PageArrays
 
 #: Entries of a head that a run must spare the batch reading, to be worth a call of its own.
 MIN_SHARED_ENTRIES = 512
-#: The same of a run of codes, whose entries are decoded to numbers first.
-MIN_SHARED_CODES = 1024
+#: The same of a run of codes: shorter ones lie in the processor's cache, from which reading them again takes less time
+#: than merging parts.
+MIN_SHARED_CODES = 16_384
+#: Entries of a page into which a step over a run stores the entry that it takes for a new one.
+SCRATCH_SLOTS = 32
 
 
 class SharedRun(NamedTuple):
@@ -175,8 +178,9 @@ class _RunQueries:
         self._k, self._v = (part[None, :, -1].contiguous() for part in (entries.keys, entries.values))
         self._position = entries.positions[:1, -1].contiguous()
         self._codes = replace(run, lens=run.lens - 1)
-        page = PageArrays(n_heads, 1, head_dim, self._v.shape[-1], torch.float32, device)
-        page.add_arena(n_heads)
+        n_pages = 1 << (n_heads - 1).bit_length()
+        page = PageArrays(n_pages, SCRATCH_SLOTS, head_dim, self._v.shape[-1], torch.float32, device)
+        page.add_arena()
         table = torch.arange(n_heads, dtype=torch.int32, device=device)[:, None]
         self._scratch = PageRegions(page, table, torch.zeros_like(run.lens))
         self._limits = torch.full_like(run.lens, 2**30), torch.zeros_like(run.lens)
