@@ -57,6 +57,15 @@ SERVING = (
         "rest of a prompt are attended by separate calls).",
     ),
     (
+        "ChunkAttention (Ye et al., ACL 2024, arXiv:2402.15220)",
+        ("src/millpond/cache/prefix_tree.py", "src/millpond/cache/pages/shared_prefix.py"),
+        ("tests/engine/test_live_sharing.py", "tests/engine/test_shared_codes.py"),
+        "[kernels.md](../../benchmarks/results/kernels.md): the two phases against one copy for each sequence",
+        "One tree for all layers, with sequences in any order; prompts are matched before they are read, so that "
+        "common tokens are computed once. Codes of common beginnings are held once, and read in two phases from "
+        "16,384 spared entries of a head on.",
+    ),
+    (
         "Cache-Craft (Agarwal et al., SIGMOD 2025, arXiv:2502.15734)",
         ("src/millpond/engine/chunks/reuse.py", "src/millpond/policy/reuse.py"),
         ("tests/engine/chunks/test_recompute.py", "tests/engine/chunks/test_choice.py"),
