@@ -50,11 +50,11 @@ SERVING = (
     (
         "BatchLLM (Zheng et al., MLSys 2026, arXiv:2412.03594)",
         ("src/millpond/engine/batch_plan.py", "src/millpond/engine/batch_plan.py"),
-        ("tests/engine/batch/test_plan.py", "tests/engine/batch/test_shared_prefixes.py"),
+        ("tests/engine/batch/test_plan.py", "tests/engine/batch/test_memory_centric.py"),
         "[batch.md](../../benchmarks/results/batch.md): 82.4 % of the tokens spared, arrival takes 3.0 times as long",
-        "Common beginnings on all levels (the paper's single level: `levels=1`). Missing: memory-centric token "
-        "batching (steps are bounded by tokens, not by memory), and horizontal fusion (a common beginning and the "
-        "rest of a prompt are attended by separate calls).",
+        "Common beginnings on all levels (the paper's single level: `levels=1`). Steps of a batch are filled by memory "
+        "where `kv_memory` limits it; with KV on a disk they are not, and prompts share no beginnings there. Missing: "
+        "horizontal fusion (a common beginning and the rest of a prompt are attended by separate calls).",
     ),
     (
         "ChunkAttention (Ye et al., ACL 2024, arXiv:2402.15220)",

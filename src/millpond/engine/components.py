@@ -206,7 +206,7 @@ def build(
         cache_factory=cache_factory,
         prefix_cache=prefix_cache,
         prefix_store=prefix_store,
-        shared_prefixes=SharedPrefixes(memory, scheduler, requests),
+        shared_prefixes=SharedPrefixes(memory, scheduler, requests, _batch_row_bytes(config, packed, tier)),
         snapshots=SnapshotStore(packed.layers),
         swap_files=swap_files,
         disk_tier=tier,
@@ -226,6 +226,14 @@ def _scheduler(config: EngineConfig) -> Scheduler:
         prompt_block=config.prompt_block,
         spread=config.spread_ages,
     )
+
+
+def _batch_row_bytes(config: EngineConfig, model: PackedModel, tier: DiskTier | None) -> int:
+    """Return `SchedulerRequest.row_bytes` of a batch.
+
+    0 where a plan has fixed how many sequences run together: KV on a disk, or requests that start spread evenly.
+    """
+    return 0 if tier is not None or config.spread_ages else model.row_bytes
 
 
 def _prefix_cache(

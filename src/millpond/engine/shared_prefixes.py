@@ -31,10 +31,14 @@ class SharedPrefixes:
         memory_limit: Limit that all pools share.
         scheduler: Scheduler of the engine.
         requests: Requests of the engine, shared prefixes among them.
+        row_bytes: See `SchedulerRequest`, of the requests of a batch.
     """
 
-    def __init__(self, memory_limit: MemoryLimit, scheduler: Scheduler, requests: RequestTable) -> None:
+    def __init__(
+        self, memory_limit: MemoryLimit, scheduler: Scheduler, requests: RequestTable, row_bytes: int = 0
+    ) -> None:
         self._memory_limit, self._scheduler, self._requests = memory_limit, scheduler, requests
+        self._row_bytes = row_bytes
         self._names = count()
 
     def plan(self, states: Sequence[RequestState], levels: int | None) -> BatchPlan:
@@ -60,6 +64,7 @@ class SharedPrefixes:
         """
         by_kind: dict[Hashable, list[RequestState]] = {}
         for state in states:
+            state.scheduled.row_bytes = self._row_bytes
             by_kind.setdefault((state.group, state.request.cache_salt), []).append(state)
         for alike in by_kind.values():
             plan = self.plan(alike, levels)
