@@ -53,7 +53,7 @@ SERVING = (
         ("tests/engine/batch/test_plan.py", "tests/engine/batch/test_memory_centric.py"),
         "[batch.md](../../benchmarks/results/batch.md): 82.4 % of the tokens spared, arrival takes 3.0 times as long",
         "Common beginnings on all levels (the paper's single level: `levels=1`). Steps of a batch are filled by memory "
-        "where `kv_memory` limits it; with KV on a disk they are not, and prompts share no beginnings there. Missing: "
+        "where `kv_memory` limits it, and by the plan with KV on a disk, where beginnings are shared too. Missing: "
         "horizontal fusion (a common beginning and the rest of a prompt are attended by separate calls).",
     ),
     (

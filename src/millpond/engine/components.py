@@ -206,7 +206,7 @@ def build(
         cache_factory=cache_factory,
         prefix_cache=prefix_cache,
         prefix_store=prefix_store,
-        shared_prefixes=SharedPrefixes(memory, scheduler, requests, _batch_row_bytes(config, packed, tier)),
+        shared_prefixes=SharedPrefixes(memory, scheduler, requests, _batch_row_bytes(config, packed, tier), tier),
         snapshots=SnapshotStore(packed.layers),
         swap_files=swap_files,
         disk_tier=tier,

@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import count
 
 from millpond.cache.pages.memory_limit import MemoryLimit
+from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.engine.batch_plan import BatchPlan, plan_batch
 from millpond.engine.memory_estimate import estimate_after_prefix, estimate_prefix, keeps_pages, shares_pages
 from millpond.engine.outputs import Times
@@ -32,11 +33,18 @@ class SharedPrefixes:
         scheduler: Scheduler of the engine.
         requests: Requests of the engine, shared prefixes among them.
         row_bytes: See `SchedulerRequest`, of the requests of a batch.
+        tier: Disk for KV of some layers; None: all are in memory.
     """
 
     def __init__(
-        self, memory_limit: MemoryLimit, scheduler: Scheduler, requests: RequestTable, row_bytes: int = 0
+        self,
+        memory_limit: MemoryLimit,
+        scheduler: Scheduler,
+        requests: RequestTable,
+        row_bytes: int = 0,
+        tier: DiskTier | None = None,
     ) -> None:
+        self._tier = tier
         self._memory_limit, self._scheduler, self._requests = memory_limit, scheduler, requests
         self._row_bytes = row_bytes
         self._names = count()
@@ -50,7 +58,7 @@ class SharedPrefixes:
         plan = plan_batch([state.ids_array for state in states], answers, levels=levels)
         if cache_factory is None:
             return plan
-        return replace(plan, pinned_bytes=estimate_prefix(cache_factory, plan.most_pinned, 0).prefill)
+        return replace(plan, pinned_bytes=estimate_prefix(cache_factory, plan.most_pinned, 0).shared)
 
     def add_planned(
         self, states: Sequence[RequestState], levels: int | None, take_in: Callable[[RequestState], None]
@@ -210,7 +218,7 @@ class SharedPrefixes:
         """Return whether `n_bytes` fit together with a shared prefix and all those it continues."""
         limit = self._memory_limit.limit_bytes
         while shared_prefix is not None:
-            n_bytes += shared_prefix.scheduled.memory_need.prefill
+            n_bytes += shared_prefix.scheduled.memory_need.shared
             shared_prefix = shared_prefix.shared_prefix
         return limit is None or n_bytes <= limit
 
@@ -219,6 +227,8 @@ class SharedPrefixes:
         if shared_prefix.private_cache is not None:
             shared_prefix.private_cache.clear()
             shared_prefix.private_cache = None
+        if self._tier is not None:
+            self._tier.release(shared_prefix.request.request_id)
         self._scheduler.remove(shared_prefix.scheduled)
         self._requests.remove(shared_prefix)
 
@@ -227,8 +237,8 @@ def can_begin(cache_factory: CacheFactory) -> bool:
     """Return whether a prompt can begin with a copy of the state after its beginning.
 
     It cannot where entries are evicted before the prompt was read, where keys turn with evictions, where a prompt must
-    be read in one pass, where KV is on a disk, and in hybrids with recurrent states.
+    be read in one pass, and in hybrids with recurrent states.
     """
     policy = cache_factory.policy
     read_whole = policy.prefill == "once" and policy.positions == "absolute" and not cache_factory.whole_prompt
-    return read_whole and cache_factory.slots is None and cache_factory.tier is None
+    return read_whole and cache_factory.slots is None
