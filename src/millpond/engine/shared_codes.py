@@ -56,6 +56,8 @@ class _Codes:
 class SharedCodes:
     """Pages of codes by the tokens that they stand for, as long as a request holds them.
 
+    It is for prompts of which `can_share` is true, whose formats do not look at the whole prompt.
+
     Args:
         unit: Prompts share multiples of this many tokens.
     """
@@ -119,8 +121,7 @@ class SharedCodes:
             table = layer_cache.table
             if table is None or table.is_offloaded or not isinstance(table.quantized, QuantizedStore):
                 continue
-            codec = table.quantized.codec
-            if layer.shape.window or codec.balanced or codec.prune or codec.tiered:
+            if layer.shape.window:
                 continue
             if table.n_seq != 1 or table.quantized.n_evicted.any() or (table.entries() != n_tokens).any():
                 return []

@@ -367,7 +367,8 @@ def _context_length(profile: ModelProfile) -> int | None:
 def _row_bytes(profile: ModelProfile, dtype: torch.dtype) -> int:
     """Return the bytes that one row of a pass takes at most besides weights and KV: hidden states and logits."""
     width = int(profile.config.hidden_size)
-    inner = max(width, int(getattr(profile.config, "intermediate_size", None) or 4 * width))
+    inner = getattr(profile.config, "intermediate_size", None) or 4 * width
+    inner = max(width, *inner) if isinstance(inner, Sequence) else max(width, int(inner))  # one per layer, or of all
     return dtype.itemsize * (3 * width + 3 * inner) + 4 * inner + profile.vocabulary * (dtype.itemsize + 4)
 
 

@@ -28,6 +28,8 @@ MIN_SHARED_ENTRIES = 512
 #: The same of a run of codes: shorter ones lie in the processor's cache, from which reading them again takes less time
 #: than merging parts.
 MIN_SHARED_CODES = 16_384
+#: Devices whose kernels take as many query heads of a KV head as there are; elsewhere codes are decoded to numbers.
+FOLDED_DEVICES = ("cpu",)
 #: Entries of a page into which a step over a run stores the entry that it takes for a new one.
 SCRATCH_SLOTS = 32
 
@@ -150,7 +152,7 @@ class SharedCodeRuns(SharedRuns):
         merged = out.float()
         for number, (members, pages, lens) in enumerate(self._calls):
             run = replace(self._regions, table=pages, lens=lens, dead=torch.zeros_like(lens))
-            if q.device.type != "cpu":
+            if q.device.type not in FOLDED_DEVICES:
                 entries = ops.read_packed(run, int(pages.shape[1]) * run.pages.layout.slots, self._head_dim)
                 attend_entries(q, entries, shape.scale, shape.softcap, members, (merged, lse))
                 continue
