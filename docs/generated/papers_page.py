@@ -60,7 +60,8 @@ SERVING = (
         "ChunkAttention (Ye et al., ACL 2024, arXiv:2402.15220)",
         ("src/millpond/cache/prefix_tree.py", "src/millpond/cache/pages/shared_prefix.py"),
         ("tests/engine/test_live_sharing.py", "tests/engine/test_shared_codes.py"),
-        "[kernels.md](../../benchmarks/results/kernels.md): the two phases against one copy for each sequence",
+        "[kernels.md](../../benchmarks/results/kernels.md): 32 sequences of 2,048 entries, 8 heads of 128, all shared: "
+        "1.698 ms, and 11.20 ms each alone",
         "One tree for all layers, with sequences in any order; prompts are matched before they are read, so that "
         "common tokens are computed once. Codes of common beginnings are held once, and read in two phases from "
         "16,384 spared entries of a head on.",

@@ -1,7 +1,7 @@
 """Runs of pages that several sequences of a batch begin with, attended to once for all of them.
 
-The two-phase partition of ChunkAttention (Ye et al., 2024, section 3.2): queries of all sharers meet a shared run
-together, then each sequence decodes over its own pages, and the parts are merged by their log-sum-exp.
+The two-phase partition of ChunkAttention (Ye et al., 2024, arXiv:2402.15220, section 3.2): queries of all sharers meet
+a shared run together, then each sequence decodes over its own pages, and the parts are merged by their log-sum-exp.
 """
 
 from __future__ import annotations
