@@ -254,9 +254,9 @@ class PrefixTree:
         return sum(pool.n_releases for pool in self._pools)
 
     def release_unheld(self, wanted: Collection[PrefixNode]) -> None:
-        """Drop the nodes of which a page has no other holder, followers first, unless they are `wanted`.
+        """Drop nodes of which a page has no other holder, unless they are `wanted`.
 
-        Those are evicted like others where memory is needed.
+        Followers go first. Wanted ones are evicted like others where memory is needed.
         """
         kept: list[PrefixNode] = []
         for leaf in [held for held in self._in_use if not held.n_children]:
@@ -278,7 +278,7 @@ class PrefixTree:
         self._releases = self._count_releases()
 
     def drop_end(self, path: list[PrefixNode], n: int, holders: int) -> None:
-        """Drop nodes from the end of a path, which nothing follows, whose pages have at most `holders` holders.
+        """Drop nodes at the end of a path whose pages have at most `holders` holders.
 
         The first `n` nodes stay.
         """

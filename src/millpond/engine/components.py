@@ -239,7 +239,10 @@ def _batch_row_bytes(config: EngineConfig, model: PackedModel, tier: DiskTier | 
 def _prefix_cache(
     config: EngineConfig, memory: MemoryLimit, store: BlockStore | None, requests: RequestTable, tier: DiskTier | None
 ) -> PrefixCache:
-    """Return the prefix cache; nothing is shared by requests in flight where KV lies on a disk."""
+    """Return the prefix cache.
+
+    Requests in flight share nothing where KV lies on a disk.
+    """
     rule = rule_named(config.prefix_cache, config.pager)
     if config.prefix_cache != LIVE:
         return PrefixCache(memory, rule, config.prompt_block or 1, store)

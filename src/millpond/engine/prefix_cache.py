@@ -128,7 +128,7 @@ class PrefixCache:
             state.stops = sorted({*state.stops, *ends})
 
     def _ends_in_common(self, state: RequestState, others: Iterable[RequestState]) -> list[int]:
-        """Return the tokens that a prompt has in common with prompts that have not begun, in whole units."""
+        """Return ends of what a prompt shares with prompts that have not begun, in units."""
         waiting = (
             other.ids_array[: max(self._max_shared_tokens(other), 0)]
             for other in self._not_begun(others)
@@ -245,7 +245,7 @@ class PrefixCache:
             tree.clear()
 
     def release_unheld(self) -> None:
-        """Drop the blocks that no request in flight holds or waits for, if no others are to be kept."""
+        """Drop the blocks that no request holds or waits for, if none are to be kept."""
         self._codes.release_unheld()
         if self._in_flight is None or not len(self.tree):
             return

@@ -68,7 +68,7 @@ class SharedCodes:
         self._released = -1
 
     def begin(self, key: Hashable, ids: npt.NDArray[np.int64], layout: CacheLayout, batch_cache: BatchCache) -> None:
-        """Let a prompt that was read hold the codes that others made of its beginning, before its own are made.
+        """Let a prompt hold the codes of its beginning before its own are made.
 
         Args:
             key: Key of prompts whose entries are stored alike.

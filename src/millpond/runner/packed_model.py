@@ -365,7 +365,10 @@ def _context_length(profile: ModelProfile) -> int | None:
 
 
 def _row_bytes(profile: ModelProfile, dtype: torch.dtype) -> int:
-    """Return the bytes that one row of a pass takes at most besides weights and KV: hidden states and logits."""
+    """Return the most bytes of a row of a pass besides weights and KV.
+
+    They are its hidden states and logits.
+    """
     width = int(profile.config.hidden_size)
     inner = getattr(profile.config, "intermediate_size", None) or 4 * width
     inner = max(width, *inner) if isinstance(inner, Sequence) else max(width, int(inner))  # one per layer, or of all

@@ -239,10 +239,10 @@ def max_unquantized(quantized: QuantizedStore, held: Ints) -> Ints:
 
 
 def begin_with_codes(table: PageTable, pages: PageIds) -> None:
-    """Let the only sequence, of which nothing is quantized yet, hold its first codes in pages (Hkv, n) of others.
+    """Let the only sequence hold its first codes in pages (Hkv, n) of others.
 
-    The pages are full, and hold what would be quantized of it: its first entries after the sinks. These leave the plain
-    pages.
+    Nothing of it is quantized yet. The pages are full, and hold what would be quantized of it: its first entries after
+    the sinks. These leave the plain pages.
 
     Raises:
         PoolFullError: no room for the plain entries that stay; nothing was changed.

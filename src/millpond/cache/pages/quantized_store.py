@@ -408,7 +408,7 @@ class QuantizedStore:
     # ------------------------------------------------------------------ sharing
 
     def begin_with(self, pages: PageIds) -> None:
-        """Begin the only sequence, which has no codes yet, with full pages (Hkv, n) that others hold too."""
+        """Begin the only sequence with full pages (Hkv, n) that others hold too."""
         assert self.n_seq == 1, "a prompt"
         assert not self.lens.any(), "it has no codes yet"
         self._pages = PageLists.of_held(self.pool, pages)

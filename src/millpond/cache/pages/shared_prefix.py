@@ -143,7 +143,7 @@ class SharedCodeRuns(SharedRuns):
     def of(
         cls, ids: npt.NDArray[np.int32], full: npt.NDArray[np.int32], regions: PackedRegions, head_dim: int
     ) -> SharedCodeRuns | None:
-        """Return the runs that save enough reading; None if there are none; see `SharedPrefixRuns.of`."""
+        """Return the runs that save enough reading, see `SharedPrefixRuns.of`."""
         runs = runs_of(ids, full, regions.pages.layout.slots, MIN_SHARED_CODES)
         return cls(runs, ids, regions, head_dim) if runs else None
 
@@ -163,7 +163,7 @@ class SharedCodeRuns(SharedRuns):
 
 
 class _RunQueries:
-    """Attention of many sequences to one run of codes, as a step of one sequence with as many times its heads.
+    """Attention of many sequences to a run of codes, as heads of one sequence.
 
     The kernel of `ops.decode` reads codes for all query heads of a KV head at once. It attends to a new entry as well:
     here the last entry of the run, as a number.
@@ -188,7 +188,10 @@ class _RunQueries:
         self._limits = torch.full_like(run.lens, 2**30), torch.zeros_like(run.lens)
 
     def attend(self, q: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor]:
-        """Return the attention (n, Hq, value_dim) and log-sum-exp (n, Hq) of queries (n, Hq, key_dim), in float32."""
+        """Return the attention and log-sum-exp of queries (n, Hq, key_dim), in float32.
+
+        They are (n, Hq, value_dim) and (n, Hq).
+        """
         n, n_heads, dim = q.shape
         n_kv_heads = len(self._scratch.table)
         folded = q.float().view(n, n_kv_heads, -1, dim).transpose(0, 1).reshape(1, -1, dim)
@@ -201,7 +204,7 @@ class _RunQueries:
 
 
 def runs_of(ids: npt.NDArray[np.int32], full: npt.NDArray[np.int32], slots: int, min_entries: int) -> list[SharedRun]:
-    """Return the runs of pages that spare the batch reading `min_entries` entries of a head each.
+    """Return the runs that spare the batch reading `min_entries` entries of a head.
 
     Args:
         ids: Page ids, (S, Hkv, n).

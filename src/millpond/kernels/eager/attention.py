@@ -32,7 +32,7 @@ def attend_entries(
     members: Tensor | None,
     partial: tuple[Tensor, Tensor],
 ) -> None:
-    """Attend from many sequences' queries to the same entries, and merge the result into `partial`.
+    """Attend from many sequences' queries to the same entries; merge with `partial`.
 
     Args:
         q: See `AttendArgs`.
