@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import millpond as mp
+from millpond.cache.attention.paged import PagedAttention
 from millpond.cache.pages import shared_prefix
 from millpond.cache.pages.shared_prefix import SharedPrefixRuns, SharedRun
 from millpond.kernels import ops
 from millpond.kernels.pages import PageArrays
+from tests.engine import test_codecs
 from tests.helpers.matrix.models import llama
 
 
@@ -71,3 +73,35 @@ def test_methods_that_write_scores_have_pages_of_their_own(monkeypatch: pytest.M
         model(torch.randint(5, 60, (1, 50)), cache=cache)
         cache.batch_repeat_interleave(3)
         model(torch.randint(5, 60, (3, 1)), cache=cache)
+
+
+@pytest.mark.parametrize("codec", ["int4", "fp8", "kivi2"])
+@pytest.mark.parametrize("device", ["cpu", "other"])
+@pytest.mark.parametrize(("kernels", "atol"), [("reference", 1e-5), ("auto", 1e-3)])
+def test_codes_that_a_batch_begins_with_are_read_once(
+    codec: str, device: str, kernels: str, atol: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same numbers in both ways in which a run of codes is read: by the kernel of a step, and decoded.
+
+    The kernels of the CPU round queries to whole numbers, page by page.
+    """
+    monkeypatch.setenv("MILLPOND_KERNELS", kernels)
+    if device == "other":
+        monkeypatch.setattr(shared_prefix, "FOLDED_DEVICES", ())
+    model = test_codecs.model()
+    gen = torch.Generator().manual_seed(3)
+    prompt, later = torch.randint(5, 60, (1, 330), generator=gen), torch.randint(5, 60, (3, 6), generator=gen)
+    phases: list[int] = []
+    real = PagedAttention._two_phases
+    monkeypatch.setattr(PagedAttention, "_two_phases", lambda *args: phases.append(1) or real(*args))
+    logits, counts = [], []
+    for worth in (64, 10**9):
+        monkeypatch.setattr(shared_prefix, "MIN_SHARED_CODES", worth)
+        with torch.no_grad(), mp.compress(model, method="full", codec=codec) as cache:
+            model(prompt, cache=cache)
+            cache.batch_repeat_interleave(3)
+            logits.append(torch.stack([model(later[:, i : i + 1], cache=cache).logits for i in range(6)]))
+            counts.append(len(phases))
+            cache.check_integrity()
+    assert counts == [6 * model.config.num_hidden_layers] * 2
+    torch.testing.assert_close(logits[0], logits[1], atol=atol, rtol=0)

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 )
 
 from millpond.cache.pages.ref_counted_pool import Pool
+from millpond.cache.paging.choose import keeps_prompts
 from millpond.engine.engine import Engine
 from millpond.engine.memory_estimate import estimate
 from millpond.engine.prefix_cache import PrefixCache
@@ -133,7 +134,7 @@ class PoolLife(RuleBasedStateMachine):
     @initialize(
         memory=st.sampled_from([1.0, 1.1, 1.5, 3.0]),
         overcommit=st.sampled_from([1, 3]),
-        prefix=st.sampled_from([False, "lru", "lfu"]),
+        prefix=st.sampled_from([False, "live", "lru", "lfu"]),
         disk=st.booleans(),
     )
     def begin(self, memory: float, overcommit: int, prefix: str | bool, disk: bool) -> None:
@@ -145,7 +146,7 @@ class PoolLife(RuleBasedStateMachine):
             kv_memory=self.limit,
             overcommit=overcommit,
             prefix_cache=prefix,
-            prefix_disk="1MiB" if disk and prefix else None,
+            prefix_disk="1MiB" if disk and keeps_prompts(prefix) else None,
             page_slots=16,
             max_step_tokens=256,
             deterministic=True,

@@ -145,7 +145,8 @@ def test_the_option_is_checked() -> None:
 
 
 def test_options_of_serve() -> None:
-    assert EngineChoice().as_arguments()["prefix_cache"] is False
+    assert EngineChoice().as_arguments()["prefix_cache"] == "live"
+    assert EngineChoice(no_prefix_cache=True).as_arguments()["prefix_cache"] is False
     assert EngineChoice(settings={"kv_memory": "1GiB"}).as_arguments()["prefix_cache"] is True
     assert EngineChoice(settings={"kv_memory": "1GiB"}, no_prefix_cache=True).as_arguments()["prefix_cache"] is False
     assert EngineChoice(prefix_cache="learned").as_arguments()["prefix_cache"] == "learned"

@@ -12,9 +12,9 @@ All nodes after one on the disk are there too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,23 @@ from millpond.errors import DataError
 Ids = npt.NDArray[np.int64]
 #: How many pages of each pool.
 Pages = dict[Pool, int]
+
+
+class SharedPages(Protocol):
+    """Pages of one layer of a prompt, of which others may hold full ones too."""
+
+    @property
+    def pool(self) -> RefCountedPool[Any]:
+        """Pool of the pages."""
+        ...
+
+    def page_column(self, number: int) -> PageIds:
+        """Return the pages of the `number`-th block of the prompt, head by head."""
+        ...
+
+    def share(self) -> None:
+        """Note that another holder shares some of these pages from now on."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +71,7 @@ class PrefixNode:
 
     key: tuple[Hashable, ...]
     parent: PrefixNode | None
-    pools: list[PagePool] = field(repr=False)
+    pools: list[RefCountedPool[Any]] = field(repr=False)
     pages: list[PageIds] = field(repr=False)
     number: int
     hash: int
@@ -92,7 +109,8 @@ class PrefixTree:
         self._numbered: list[PrefixNode | None] = []
         self._unused: list[int] = []  # numbers
         self._in_use: dict[PrefixNode, None] = {}  # chosen by the rule, but requests hold all their pages
-        self._releases: dict[PagePool, int] = {}  # of their pools when they were last looked at
+        self._releases: dict[RefCountedPool[Any], int] = {}  # of their pools when they were last looked at
+        self._pools: set[RefCountedPool[Any]] = set()
         self._requests = self.evicted = 0
 
     def __len__(self) -> int:
@@ -168,7 +186,12 @@ class PrefixTree:
         return self._requests
 
     def keep(
-        self, kind: Hashable, tokens: Ids, tables: list[PageTable], request: int | None = None
+        self,
+        kind: Hashable,
+        tokens: Ids,
+        tables: Sequence[SharedPages],
+        request: int | None = None,
+        slots: int | None = None,
     ) -> list[PrefixNode]:
         """Hold the full blocks of a prompt of one sequence, and return their nodes.
 
@@ -180,8 +203,9 @@ class PrefixTree:
             tables: Tables of all layers, from which nothing was evicted.
             request: Number shared by all parts of one prompt, which begin with the parts before them; None if this is
                 all of it.
+            slots: Tokens of a block; None: those of a page.
         """
-        slots = tables[0].pool.slots
+        slots = slots or tables[0].pool.slots
         path = self.find(kind, tokens, slots)
         num_cached = len(path)
         for number in range(num_cached, len(tokens) // slots):
@@ -223,6 +247,43 @@ class PrefixTree:
                 return True
         self._releases = self._count_releases()
         return False
+
+    @property
+    def n_releases(self) -> int:
+        """Releases of pages so far, by whichever holder, in the pools of all nodes."""
+        return sum(pool.n_releases for pool in self._pools)
+
+    def release_unheld(self, wanted: Collection[PrefixNode]) -> None:
+        """Drop nodes of which a page has no other holder, unless they are `wanted`.
+
+        Followers go first. Wanted ones are evicted like others where memory is needed.
+        """
+        kept: list[PrefixNode] = []
+        for leaf in [held for held in self._in_use if not held.n_children]:
+            self._rule.allow(leaf.number)
+        self._in_use.clear()
+        while (number := self._rule.victim()) is not None:
+            node = self._numbered[number]
+            assert node is not None, "the rule forgets dropped nodes"
+            if not _is_unheld(node):
+                self._rule.forbid(number)
+                self._in_use[node] = None
+            elif node in wanted:
+                self._rule.forbid(number)
+                kept.append(node)
+            else:
+                self._drop(node)
+        for node in kept:
+            self._rule.allow(node.number)
+        self._releases = self._count_releases()
+
+    def drop_end(self, path: list[PrefixNode], n: int, holders: int) -> None:
+        """Drop nodes at the end of a path whose pages have at most `holders` holders.
+
+        The first `n` nodes stay.
+        """
+        while len(path) > n and _most_holders(path[-1]) <= holders and self.shorten(path):
+            pass
 
     def shorten(self, path: list[PrefixNode]) -> bool:
         """Evict the last node of a path, whoever holds its pages.
@@ -266,7 +327,12 @@ class PrefixTree:
         assert held.keys() >= set(befores), "sums without those before them"
 
     def _add(
-        self, kind: Hashable, parent: PrefixNode | None, tokens: Ids, pools: list[PagePool], pages: list[PageIds]
+        self,
+        kind: Hashable,
+        parent: PrefixNode | None,
+        tokens: Ids,
+        pools: list[RefCountedPool[Any]],
+        pages: list[PageIds],
     ) -> PrefixNode:
         key = _key(kind, parent, tokens)
         node = self._blocks.get(key)
@@ -276,6 +342,7 @@ class PrefixTree:
         node.pools, node.pages = pools, pages
         for pool in set(pools):
             pool.holders.add(self)
+        self._pools.update(pools)
         _retain(node)
         self._enter(node)
         return node
@@ -388,7 +455,7 @@ class PrefixTree:
             if not node.n_children:
                 self._rule.allow(node.number)
 
-    def _count_releases(self) -> dict[PagePool, int]:
+    def _count_releases(self) -> dict[RefCountedPool[Any], int]:
         return {pool: pool.n_releases for node in self._in_use for pool in node.pools}
 
 
@@ -404,15 +471,24 @@ def _release(node: PrefixNode) -> None:
 
 def _alone(node: PrefixNode) -> bool:
     """Whether evicting a node frees memory: some page has no other holder, or there are sums."""
-    return bool(node.sums) or any(
-        bool((pool.refs(ids) == 1).any()) for pool, ids in zip(node.pools, node.pages, strict=True)
-    )
+    return bool(node.sums) or _is_unheld(node)
+
+
+def _is_unheld(node: PrefixNode) -> bool:
+    """Whether some page of a node has no other holder."""
+    return any(bool((pool.refs(ids) == 1).any()) for pool, ids in zip(node.pools, node.pages, strict=True))
+
+
+def _most_holders(node: PrefixNode) -> int:
+    """Return how many hold the page of a node that most hold, the tree among them."""
+    return max(int(pool.refs(ids).max(initial=0)) for pool, ids in zip(node.pools, node.pages, strict=True))
 
 
 def tables_of(path: list[PrefixNode]) -> list[PageTable]:
     """Return new tables of one sequence, one per layer, that hold the pages of a path."""
     tables = []
     for layer, pool in enumerate(path[0].pools):
+        assert isinstance(pool, PagePool), "tables begin with plain pages"
         columns = np.stack([node.pages[layer] for node in path], 1)
         tables.append(PageTable.of_pages(pool, columns))
     return tables

@@ -13,6 +13,7 @@ import typer
 from rich.markup import escape
 
 from millpond.budget import FLOOR
+from millpond.cache.paging.choose import LIVE
 from millpond.cli.console import errors, size
 from millpond.cli.options import (
     CacheChoice,
@@ -72,9 +73,10 @@ class EngineChoice(OptionGroup):
     usual: ClassVar = {"budget_floor": FLOOR, "cache_disk": "20GiB"}
 
     prefix_cache: Annotated[
-        str | None, option_of(EngineSettings, "prefix_cache", default_text="lru with `kv_memory`", show_default=False)
+        str | None,
+        option_of(EngineSettings, "prefix_cache", default_text="lru with `kv_memory`, else live", show_default=False),
     ] = None
-    no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Keep no prompts.")] = False
+    no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Share no prompts.")] = False
     chunk_store: Annotated[Path | None, option_of(EngineSettings, "chunk_store")] = None
     chunk_memory: Annotated[str, typer.Option(help="Chunks in memory, at most.")] = "1GiB"
     chunk_disk: Annotated[str, typer.Option(help="Chunks in the folder, at most.")] = "20GiB"
@@ -99,10 +101,17 @@ class EngineChoice(OptionGroup):
             raise OptionError("--cache-disk needs --cache-dir")
         return {
             **taken,
-            "prefix_cache": self.prefix_cache or (taken["kv_memory"] is not None and not self.no_prefix_cache),
+            "prefix_cache": self.prefix_cache or self._usual_sharing,
             "chunk_store": self._chunks(),
             "cache_disk": None if folder is None else taken["cache_disk"],
         }
+
+    @property
+    def _usual_sharing(self) -> bool | str:
+        """Value of `prefix_cache` where no rule is given."""
+        if self.no_prefix_cache:
+            return False
+        return LIVE if self.settings["kv_memory"] is None else True
 
     def _chunks(self) -> ChunkStore | None:
         """Return the chunk store of the options.

@@ -13,7 +13,7 @@ from typing import Any
 
 from millpond.budget import parse_bytes
 from millpond.cache.pages.memory_limit import MemoryLimit
-from millpond.cache.paging.choose import rule_named
+from millpond.cache.paging.choose import LIVE, keeps_prompts, rule_named
 from millpond.cache.swap import SwapFiles
 from millpond.cache.tiered.block_store import BlockStore
 from millpond.cache.tiered.disk_tier import DiskTier
@@ -114,6 +114,7 @@ class Components:
 
     def trim(self) -> None:
         """Give free pages back to the system."""
+        self.prefix_cache.release_unheld()
         for pool in self.memory.pools:
             pool.trim()
 
@@ -186,8 +187,7 @@ def build(
     prefix_store = open_prefix_store(config)
     if prefix_store is not None:
         closing.callback(prefix_store.close)
-    rule = rule_named(config.prefix_cache, config.pager)
-    prefix_cache = PrefixCache(memory, rule, config.prompt_block or 1, prefix_store)
+    prefix_cache = _prefix_cache(config, memory, prefix_store, requests, tier)
     decode_groups = _decode_groups(config, packed, memory, tokenizer, tier)
     default_cache = decode_groups.complete(CacheOptions())
     cache_factory = decode_groups.group(default_cache).cache_factory
@@ -209,7 +209,7 @@ def build(
         cache_factory=cache_factory,
         prefix_cache=prefix_cache,
         prefix_store=prefix_store,
-        shared_prefixes=SharedPrefixes(memory, scheduler, requests),
+        shared_prefixes=SharedPrefixes(memory, scheduler, requests, _batch_row_bytes(config, packed, tier), tier),
         snapshots=SnapshotStore(packed.layers),
         swap_files=swap_files,
         disk_tier=tier,
@@ -229,6 +229,27 @@ def _scheduler(config: EngineConfig) -> Scheduler:
         prompt_block=config.prompt_block,
         spread=config.spread_ages,
     )
+
+
+def _batch_row_bytes(config: EngineConfig, model: PackedModel, tier: DiskTier | None) -> int:
+    """Return `SchedulerRequest.row_bytes` of a batch.
+
+    0 where a plan has fixed how many sequences run together: KV on a disk, or requests that start spread evenly.
+    """
+    return 0 if tier is not None or config.spread_ages else model.row_bytes
+
+
+def _prefix_cache(
+    config: EngineConfig, memory: MemoryLimit, store: BlockStore | None, requests: RequestTable, tier: DiskTier | None
+) -> PrefixCache:
+    """Return the prefix cache.
+
+    Requests in flight share nothing where KV lies on a disk.
+    """
+    rule = rule_named(config.prefix_cache, config.pager)
+    if config.prefix_cache != LIVE:
+        return PrefixCache(memory, rule, config.prompt_block or 1, store)
+    return PrefixCache(memory, None if tier is not None else rule, config.prompt_block or 1, in_flight=requests)
 
 
 def _chunk_reuse(
@@ -310,7 +331,7 @@ def check_disk(config: EngineConfig, streamed: StreamedLayers | None, tier: Disk
     Raises:
         OptionError: such a setting.
     """
-    if tier is not None and config.prefix_cache:
+    if tier is not None and keeps_prompts(config.prefix_cache):
         raise OptionError(
             f"prefix_cache={config.prefix_cache!r} keeps pages of prompts in memory; leave it out where KV lies on a "
             "disk"

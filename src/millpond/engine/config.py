@@ -8,7 +8,7 @@ from typing import Any
 
 from millpond.budget import parse_bytes
 from millpond.cache.pages.page_slots import check_slots
-from millpond.cache.paging.choose import rule_named
+from millpond.cache.paging.choose import keeps_prompts, rule_named
 from millpond.codec import before_rope, codec_text, codecs_of, resolve
 from millpond.engine.settings import EngineSettings
 from millpond.errors import OptionError
@@ -85,7 +85,7 @@ class EngineConfig(EngineSettings):
             if self.prefix_folder is not None:
                 raise OptionError("prefix_folder= is where prefix_disk= lies; give its size, such as '2GiB', too")
             return
-        if not self.prefix_cache:
+        if not keeps_prompts(self.prefix_cache):
             raise OptionError(f"prefix_disk={self.prefix_disk!r} is for a prefix cache; give prefix_cache=True, too")
 
     @classmethod

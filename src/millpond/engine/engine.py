@@ -266,7 +266,7 @@ class Engine:
         """End all requests, free all memory, and give the model its own attention back."""
         self.abort_all()
         self.grammars.close()
-        self._parts.prefix_cache.tree.clear()
+        self._parts.prefix_cache.clear()
         self._parts.trim()
         self._stats = self._parts.stats()
         self._closing.close()
@@ -455,6 +455,7 @@ class Engine:
                 raise
         finally:
             self.in_step = ()
+        self._parts.prefix_cache.release_unheld()
         if not self._requests:
             self._parts.trim()
         self._stats = self._parts.stats()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -21,12 +21,12 @@ def check_engine(parts: Components) -> None:
     groups = dict.fromkeys([*parts.decode_groups.groups, *(state.group for state in parts.requests)])
     batch_caches = [group.batch_cache for group in groups]
     batch_caches += [state.private_cache for state in parts.requests if state.private_cache is not None]
-    _check_pages(parts.memory, batch_caches, parts.prefix_cache.tree)
+    _check_pages(parts.memory, batch_caches, parts.prefix_cache.trees)
     tainted = [holder for state in parts.requests if state.tainted and (holder := state.cache()) is not None]
     _check_untainted(tainted, parts.prefix_cache.tree)
 
 
-def _check_pages(memory_limit: MemoryLimit, batch_caches: Iterable[BatchCache], shared: PrefixTree) -> None:
+def _check_pages(memory_limit: MemoryLimit, batch_caches: Iterable[BatchCache], trees: Sequence[PrefixTree]) -> None:
     """Assert that a page is held by exactly the caches and shared prompts that name it."""
     batch_caches = list(batch_caches)
     tables = [
@@ -42,14 +42,15 @@ def _check_pages(memory_limit: MemoryLimit, batch_caches: Iterable[BatchCache], 
                 sum(batch_cache.n_seq for batch_cache in batch_caches if not batch_cache.is_swapped_out)
             )
             continue
-        if pool is shared.sum_memory:
+        if any(pool is shared.sum_memory for shared in trees):
             continue
         assert isinstance(pool, RefCountedPool), "nothing else shares the limit"
         held = [part.held() for part in parts if part.page_lists.pool is pool]
         offloaded = [pages for pages in memory_limit.pools if isinstance(pages, OffloadedPages)]
         held += [pages.residents for pages in offloaded if pages.pool is pool]
-        pool.check_integrity(held + shared.held_in(pool))
-    shared.check_sums()
+        pool.check_integrity(held + [ids for shared in trees for ids in shared.held_in(pool)])
+    for shared in trees:
+        shared.check_sums()
     limit = memory_limit.limit_bytes
     assert limit is None or memory_limit.nbytes <= limit, "more bytes than the limit"
 

@@ -66,9 +66,21 @@ def estimate(
 def estimate_prefix(layout: CacheLayout, n_tokens: int, parent: int) -> MemoryNeed:
     """Return the bytes of a common beginning of `n_tokens`.
 
-    The pages of its first `parent` tokens, which others hold, do not count.
+    The pages of its first `parent` tokens, which others hold, do not count. Of layers on a disk those in memory count:
+    the positions and scores of all entries, and while it is read the pages of a pass.
     """
     n_bytes = 0
+    if layout.on_disk:
+        whole = estimate(layout, n_tokens, 0, 1)
+        demands = layout.demands(n_tokens, 0)
+        held = sum(
+            _n_bytes(demand.prompt_pages, _page_bytes)
+            if index not in layout.on_disk
+            else _n_bytes(demand.prompt_pages, side_page_bytes)
+            + demand.layer.prompt_pool.page_bytes * demand.layer.shape.n_kv_heads
+            for index, demand in enumerate(demands)
+        )
+        return MemoryNeed(max(whole.prefill, held), held, 0, whole.disk)
     for layer in layout.layer_layouts:
         pool = layer.prompt_pool
         pages = -(-n_tokens // pool.slots) - (parent // pool.slots if shares_pages(layout) else 0)
@@ -91,7 +103,9 @@ def estimate_after_prefix(layout: CacheLayout, need: MemoryNeed, prompt: int, n:
     if not shares_pages(layout):
         return need
     shared = rewritten = 0
-    for demand in layout.demands(prompt, 0):
+    for index, demand in enumerate(layout.demands(prompt, 0)):
+        if index in layout.on_disk:
+            continue  # its pages are in memory during its pass alone
         layer, pool = demand.layer, demand.layer.prompt_pool
         shared += pool.page_bytes * layer.shape.n_kv_heads * (begun // pool.slots)
         if layer.in_place:  # the plan writes while others hold the prompt's pages

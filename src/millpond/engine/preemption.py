@@ -53,7 +53,7 @@ class Preemptor:
             self._resume(scheduled)
         if self._tier is not None:
             for scheduled, _ in step.prefills:
-                if not scheduled.num_computed_tokens and self._requests[scheduled.key].private_cache is None:
+                if not self._tier.has_reserved(scheduled.key):
                     self._reserve(scheduled, self._tier)
         while not self._fits(step):
             if self._shared_prefixes.release_newest():

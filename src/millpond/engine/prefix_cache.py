@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 
@@ -18,10 +18,12 @@ from millpond.cache.paging.rule import PagingRule
 from millpond.cache.prefix_tree import PrefixNode, PrefixTree, tables_of
 from millpond.cache.state.prompt_sums import PromptSums, SumKind
 from millpond.cache.tiered.block_store import BlockStore
-from millpond.engine.memory_estimate import plan_pages
+from millpond.engine.memory_estimate import keeps_pages, plan_pages
 from millpond.engine.outputs import PrefixStats
 from millpond.engine.prompt_marks import MAX_COMPARED, common_ends
 from millpond.engine.request_state import RequestState
+from millpond.engine.request_table import RequestTable
+from millpond.engine.shared_codes import SharedCodes
 from millpond.runner.cache_factory import CacheFactory
 
 #: Most blocks that are evicted for the sums of one breakpoint: pages of other blocks may hold their memory back.
@@ -40,10 +42,18 @@ class PrefixCache:
         rule: Order in which blocks are evicted; None: nothing is shared at all.
         unit: Prompts take over multiples of this many tokens; a multiple of the entries of a page, or 1.
         store: Disk of the blocks that leave the memory; None: they are dropped.
+        in_flight: All requests in flight, if only these share and blocks are dropped once none of them holds the pages
+            or waits to begin with them (ChunkAttention, Ye et al., 2024, section 3.1); None: blocks are kept for later
+            requests.
     """
 
     def __init__(
-        self, memory_limit: MemoryLimit, rule: PagingRule | None, unit: int = 1, store: BlockStore | None = None
+        self,
+        memory_limit: MemoryLimit,
+        rule: PagingRule | None,
+        unit: int = 1,
+        store: BlockStore | None = None,
+        in_flight: RequestTable | None = None,
     ) -> None:
         self.tree = PrefixTree(rule, None if rule is None else SumMemory(memory_limit), store)
         self._store = store
@@ -52,6 +62,9 @@ class PrefixCache:
         self._memory_limit = memory_limit
         self._enabled = rule is not None
         self._unit = unit
+        self._in_flight = in_flight
+        self._codes = SharedCodes(unit)
+        self._released: tuple[int, int] | None = None  # what the last `release_unheld` saw
         self._secret = secrets.token_bytes(32)
 
     def attach(self, state: RequestState) -> int:
@@ -110,21 +123,32 @@ class PrefixCache:
         """Add the breakpoints from which waiting prompts would continue, before a prompt begins."""
         if state.spans or not state.group.cache_factory.policy.sums_prompt or not self._shares(state):
             return
+        ends = self._ends_in_common(state, others)
+        if ends:
+            state.stops = sorted({*state.stops, *ends})
+
+    def _ends_in_common(self, state: RequestState, others: Iterable[RequestState]) -> list[int]:
+        """Return ends of what a prompt shares with prompts that have not begun, in units."""
         waiting = (
             other.share_ids[: max(self._max_shared_tokens(other), 0)]
-            for other in others
-            if other is not state
-            and other.private_cache is None
-            and not other.scheduled.num_computed_tokens
-            and other.shared_prefix is None
-            and not other.spans
-            and self._shares(other)
-            and self._same_key(state, other)
+            for other in self._not_begun(others)
+            if other is not state and self._same_key(state, other)
         )
-        alike = list(islice(waiting, MAX_COMPARED))
-        if alike:
-            unit = self._tokens_of_unit(state.group.slots)
-            state.stops = sorted({*state.stops, *common_ends(state.share_ids, alike, unit)})
+        return common_ends(
+            state.share_ids, list(islice(waiting, MAX_COMPARED)), self._tokens_of_unit(state.group.slots)
+        )
+
+    def _not_begun(self, states: Iterable[RequestState]) -> Iterator[RequestState]:
+        """Return the requests that may begin with blocks later."""
+        return (
+            state
+            for state in states
+            if state.private_cache is None
+            and not state.scheduled.num_computed_tokens
+            and state.shared_prefix is None
+            and not state.spans
+            and self._shares(state)
+        )
 
     def next_stop(self, state: RequestState) -> int:
         """Return the token of a prompt up to which a part of it may be read in one pass."""
@@ -175,7 +199,8 @@ class PrefixCache:
     def insert(self, state: RequestState, later: Pages) -> None:
         """Keep the pages of a prompt that was read, before its plan.
 
-        Blocks are evicted where its plan, or `later` ones of the same step, would find too few pages: those that the
+        Where only requests in flight share, those are kept that stay its own, or that others wait for. Blocks are
+        evicted where its plan, or `later` ones of the same step, would find too few pages: those that the
         rule chooses, then the last of its own.
         """
         batch_cache = state.private_cache
@@ -185,8 +210,17 @@ class PrefixCache:
         if self._shares(state):
             if state.group.cache_factory.policy.sums_prompt:  # it was kept at its breakpoints
                 path = self.tree.find(self._cache_key(state), state.share_ids, state.group.slots)
-            else:
+            elif self._in_flight is None or keeps_pages(state.group.cache_factory):
                 path = self._insert_path(state, batch_cache, len(state.ids))
+            else:  # its plan leaves these pages
+                n_wanted = max(self._ends_in_common(state, self._in_flight), default=0)
+                if n_wanted:
+                    self._insert_path(state, batch_cache, n_wanted)
+                path = self.tree.find(self._cache_key(state), state.share_ids, state.group.slots)
+                self.tree.drop_end(path, n_wanted // state.group.slots, holders=2)
+
+        if self._shares(state):
+            self._codes.begin(self._cache_key(state), state.share_ids, state.group.cache_factory, batch_cache)
 
         def need() -> Pages:
             return sum_pages(self.plan_pages(state), later)
@@ -195,13 +229,41 @@ class PrefixCache:
             while self.tree.shorten(path) and not self._memory_limit.make_room(need()):
                 pass
 
+    def insert_codes(self, state: RequestState) -> None:
+        """Let other requests hold the codes of a prompt, after its plan."""
+        if state.private_cache is not None and self._shares(state):
+            self._codes.keep(self._cache_key(state), state.share_ids, state.group.cache_factory, state.private_cache)
+
+    @property
+    def trees(self) -> tuple[PrefixTree, PrefixTree]:
+        """Trees of plain pages and of pages of codes."""
+        return self.tree, self._codes.tree
+
+    def clear(self) -> None:
+        """Drop all blocks."""
+        for tree in self.trees:
+            tree.clear()
+
+    def release_unheld(self) -> None:
+        """Drop the blocks that no request holds or waits for, if none are to be kept."""
+        self._codes.release_unheld()
+        if self._in_flight is None or not len(self.tree):
+            return
+        seen = self.tree.n_releases, len(self._in_flight)
+        if seen == self._released:
+            return
+        waiting = islice(self._not_begun(self._in_flight), MAX_COMPARED)
+        self.tree.release_unheld({node for state in waiting for node in self._match_prefix(state)})
+        self._released = self.tree.n_releases, len(self._in_flight)
+
     def make_room(self, pages: Pages) -> bool:
         """Return whether these pages are free, after eviction of blocks that no request holds."""
+        self._codes.release_unheld()
         return self.tree.evict(lambda: self._memory_limit.make_room(pages))
 
     def stats(self) -> PrefixStats | None:
-        """Return the blocks held, found and evicted; None where nothing is shared."""
-        if self._rule is None:
+        """Return the blocks held, found and evicted; None where no prompts are kept."""
+        if self._rule is None or self._in_flight is not None:
             return None
         tree = self.tree
         figures = PrefixStats(

@@ -66,6 +66,7 @@ class PromptEnd:
                 batch_cache.run_plans()
                 for error in batch_cache.pop_failed().values():
                     raise error
+                self._prefix_cache.insert_codes(state)
             self._shared_prefixes.on_prompt_planned(state)
         with state.own_work():
             (figures,) = figures_of(batch_cache, state.group.cache_factory, self._layers)

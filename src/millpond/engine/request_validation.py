@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import get_args
 
+from millpond.cache.paging.choose import keeps_prompts
 from millpond.engine.chunks.prompt import Chunk, Prompt, PromptSpan, tokenized
 from millpond.engine.completion import CompletionState
 from millpond.engine.components import Components
@@ -32,7 +33,7 @@ class RequestValidator:
     """
 
     def __init__(self, parts: Components) -> None:
-        self._chunks, self._prefix_cache = parts.chunk_reuse, bool(parts.config.prefix_cache)
+        self._chunks, self._prefix_cache = parts.chunk_reuse, keeps_prompts(parts.config.prefix_cache)
         self._on_pressure, self._image_numbers = parts.config.on_pressure, parts.image_numbers
         self._model, self._decode_groups, self._memory_limit = parts.model, parts.decode_groups, parts.memory
         self._scheduler, self._sampler, self._tokenizer = parts.scheduler, parts.sampler, parts.tokenizer

@@ -70,6 +70,10 @@ class Scheduler:
     received less service than another and holds less than that one. The first request in the queue is passed by few
     others, and by none of its own client except while it waits for its shared prefix, so none starves.
 
+    Requests of a planned batch are admitted by memory alone where it is limited: what they may hold, the shared
+    prefixes, and the activations of their rows. Those that decode leave all tokens of a step to prompts (memory-centric
+    token batching of BatchLLM, Zheng et al., 2024).
+
     Args:
         limit_bytes: Limit of the pages of all requests, in bytes; None for no limit.
         step_tokens: Tokens of one step, where prompts are read.
@@ -228,7 +232,7 @@ class Scheduler:
         self._admit(step)
         min_prompt_tokens = max(self.step_tokens // READING_SHARE, 1)
         throttled = self._choose_decodes(step, self._overserved(min_prompt_tokens))
-        rows = sum(request.num_answers for request in step.decodes)
+        rows = sum(request.num_answers for request in step.decodes if not request.row_bytes)
         free_tokens = max(self.step_tokens - rows, min_prompt_tokens)
         min_served = min((request.client.served for request in step.decodes), default=None)
         for request in self._ordered((RequestStatus.PREFILL,)):
@@ -419,9 +423,10 @@ class Scheduler:
                 step.release.append(shared_prefix)
 
     def _fits(self, request: SchedulerRequest, owed_bytes: int = 0) -> bool:
-        num_answers = sum(running.num_answers for running in self._running())
+        by_bytes = self._promised is not None
+        counted = sum(one.num_answers for one in (*self._running(), request) if not (by_bytes and one.row_bytes))
         fits = self._promised is None or self._reserved_with(request) + owed_bytes <= self._promised
-        return fits and num_answers + request.num_answers <= self.max_running
+        return fits and counted <= self.max_running
 
     def _reserved_with(self, request: SchedulerRequest) -> int:
         """Return the bytes kept for running requests, shared prefixes and one more request."""

@@ -78,6 +78,9 @@ class SchedulerRequest:
         num_decoded_tokens: Tokens per answer that decoding steps have added.
         growth: Bytes per answer still to be allocated after each of several equal parts of it, see `growth_bytes`;
             empty if all are allocated at once.
+        row_bytes: Of a planned batch: bytes of the activations of one row of a step. Its answers decode in addition to
+            the tokens of a step, and count with their rows and not against the most sequences where memory is limited.
+            0: its answers are among these tokens and sequences.
         client: Service of its client, set by the scheduler.
         status: Its stage.
     """
@@ -101,6 +104,7 @@ class SchedulerRequest:
     max_new_tokens: int = 0
     num_decoded_tokens: int = 0
     growth: tuple[int, ...] = ()
+    row_bytes: int = 0
     client: ClientService = field(default_factory=lambda: ClientService(0))
     status: RequestStatus = RequestStatus.WAITING
 
@@ -131,8 +135,6 @@ class SchedulerRequest:
     @property
     def reserved_bytes(self) -> int:
         """Bytes that are kept for it."""
-        return (
-            self.memory_need.decoding(self.num_answers)
-            if self.num_computed_tokens == self.num_prompt_tokens
-            else self.memory_need.peak(self.num_answers)
-        )
+        is_read = self.num_computed_tokens == self.num_prompt_tokens
+        pages = self.memory_need.decoding if is_read else self.memory_need.peak
+        return pages(self.num_answers) + self.row_bytes * self.num_answers

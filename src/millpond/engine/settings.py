@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from millpond.budget import DEFAULT, Budget, parse_bytes
 from millpond.cache.pages.page_slots import DEFAULT_SLOTS
+from millpond.cache.paging.choose import LIVE
 from millpond.runner.runner_choice import Runner
 from millpond.setting import check_settings, setting
 
@@ -89,10 +90,10 @@ class EngineSettings:
         'caches grow with the answer; the schedule "diagonal" of a plan sets it.',
     )
     prefix_cache: bool | str = setting(
-        False,
-        "Keep prompts for others that begin alike, while there is memory; what goes first: lru or learned, or lfu, "
-        "marker, mark0 or mark_predict of millpond-lab.",
-        more='True is "lru"; see `list_paging_rules`.',
+        LIVE,
+        "live: requests in flight share what their prompts begin with; or keep prompts for later ones, while there is "
+        "memory; what goes first: lru or learned, or lfu, marker, mark0 or mark_predict of millpond-lab.",
+        more='True is "lru", and False shares nothing; see `list_paging_rules`.',
         metavar="RULE",
     )
     pager: str | PathLike[str] | None = setting(

@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import count
 
 from millpond.cache.pages.memory_limit import MemoryLimit
+from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.engine.batch_plan import BatchPlan, plan_batch
 from millpond.engine.memory_estimate import estimate_after_prefix, estimate_prefix, keeps_pages, shares_pages
 from millpond.engine.outputs import Times
@@ -31,10 +32,21 @@ class SharedPrefixes:
         memory_limit: Limit that all pools share.
         scheduler: Scheduler of the engine.
         requests: Requests of the engine, shared prefixes among them.
+        row_bytes: See `SchedulerRequest`, of the requests of a batch.
+        tier: Disk for KV of some layers; None: all are in memory.
     """
 
-    def __init__(self, memory_limit: MemoryLimit, scheduler: Scheduler, requests: RequestTable) -> None:
+    def __init__(
+        self,
+        memory_limit: MemoryLimit,
+        scheduler: Scheduler,
+        requests: RequestTable,
+        row_bytes: int = 0,
+        tier: DiskTier | None = None,
+    ) -> None:
+        self._tier = tier
         self._memory_limit, self._scheduler, self._requests = memory_limit, scheduler, requests
+        self._row_bytes = row_bytes
         self._names = count()
 
     def plan(self, states: Sequence[RequestState], levels: int | None) -> BatchPlan:
@@ -46,7 +58,7 @@ class SharedPrefixes:
         plan = plan_batch([state.share_ids for state in states], answers, levels=levels)
         if cache_factory is None:
             return plan
-        return replace(plan, pinned_bytes=estimate_prefix(cache_factory, plan.most_pinned, 0).prefill)
+        return replace(plan, pinned_bytes=estimate_prefix(cache_factory, plan.most_pinned, 0).shared)
 
     def add_planned(
         self, states: Sequence[RequestState], levels: int | None, take_in: Callable[[RequestState], None]
@@ -60,6 +72,7 @@ class SharedPrefixes:
         """
         by_kind: dict[Hashable, list[RequestState]] = {}
         for state in states:
+            state.scheduled.row_bytes = self._row_bytes
             by_kind.setdefault((state.group, state.request.cache_salt), []).append(state)
         for alike in by_kind.values():
             plan = self.plan(alike, levels)
@@ -75,18 +88,18 @@ class SharedPrefixes:
                     take_in(alike[reading.prompt])
             self._end_unused([shared_prefix for shared_prefix in added.values() if shared_prefix is not None])
 
-    def _add(self, first: RequestState, n_tokens: int, parent: RequestState | None) -> RequestState | None:
+    def _add(self, state: RequestState, length: int, parent: RequestState | None) -> RequestState | None:
         """Add a shared prefix to the queue.
 
         Args:
-            first: A request that begins with it.
-            n_tokens: Tokens of the prefix.
+            state: One of the requests that begin with it.
+            length: Its tokens.
             parent: Shared prefix that it continues.
 
         Returns:
             The shared prefix; None: prompts of this method begin with none, or it does not fit.
         """
-        ids, group = first.ids_array[:n_tokens], first.group
+        ids, group = state.ids_array[:length], state.group
         if group.cache_factory.within_context(len(ids)) != len(ids) or len(ids) == group.cache_factory.reach:
             return None  # gaps close before its end
         alone = estimate_prefix(group.cache_factory, len(ids), 0)
@@ -95,7 +108,8 @@ class SharedPrefixes:
         name = next(name for number in self._names if (name := f"shared prefix {number}") not in self._requests)
         tokens = tuple(ids.tolist())
         scheduled = SchedulerRequest(name, len(tokens), alone, num_answers=0, is_shared_prefix=True)
-        request, images = Request(request_id=name, prompt=tokens), first.images and first.images.first(n_tokens)
+        request = Request(request_id=name, prompt=tokens, cache_salt=state.request.cache_salt)
+        images = state.images and state.images.first(length)
         shared_prefix = RequestState(request, tokens, scheduled, group, [], Times(0.0), images=images)
         if parent is not None:
             after_parent = estimate_prefix(group.cache_factory, len(tokens), len(parent.ids))
@@ -205,7 +219,7 @@ class SharedPrefixes:
         """Return whether `n_bytes` fit together with a shared prefix and all those it continues."""
         limit = self._memory_limit.limit_bytes
         while shared_prefix is not None:
-            n_bytes += shared_prefix.scheduled.memory_need.prefill
+            n_bytes += shared_prefix.scheduled.memory_need.shared
             shared_prefix = shared_prefix.shared_prefix
         return limit is None or n_bytes <= limit
 
@@ -214,6 +228,8 @@ class SharedPrefixes:
         if shared_prefix.private_cache is not None:
             shared_prefix.private_cache.clear()
             shared_prefix.private_cache = None
+        if self._tier is not None:
+            self._tier.release(shared_prefix.request.request_id)
         self._scheduler.remove(shared_prefix.scheduled)
         self._requests.remove(shared_prefix)
 
@@ -222,8 +238,8 @@ def can_begin(cache_factory: CacheFactory) -> bool:
     """Return whether a prompt can begin with a copy of the state after its beginning.
 
     It cannot where entries are evicted before the prompt was read, where keys turn with evictions, where a prompt must
-    be read in one pass, where KV is on a disk, and in hybrids with recurrent states.
+    be read in one pass, and in hybrids with recurrent states.
     """
     policy = cache_factory.policy
     read_whole = policy.prefill == "once" and policy.positions == "absolute" and not cache_factory.whole_prompt
-    return read_whole and cache_factory.slots is None and cache_factory.tier is None
+    return read_whole and cache_factory.slots is None

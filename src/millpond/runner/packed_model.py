@@ -85,6 +85,7 @@ class PackedModel:
 
     Attributes:
         context_length: Most tokens of one sequence; None where the model sets no limit.
+        row_bytes: Bytes that one row of a pass takes at most besides weights and KV.
         layers: Shape of what each layer with attention stores.
         readers: Their numbers in the model -> those of the layers that read their keys and store nothing.
         states: Shape of what the other layers hold of a sequence, in a hybrid.
@@ -135,6 +136,7 @@ class PackedModel:
         self.context_length = _context_length(profile)
         self.end_tokens = profile.end_tokens
         self.vocabulary = profile.vocabulary
+        self.row_bytes = _row_bytes(profile, self.dtype)
         self._picks_rows = "logits_to_keep" in profile.arguments
         self.readers = {number: readers_of(profile, number) for number in profile.attending}
         self._depth = max(profile.depth, profile.n_layers)
@@ -370,6 +372,17 @@ def _context_length(profile: ModelProfile) -> int | None:
             f"({', '.join(sorted(changing))}) and does not say from where on"
         )
     return min(limits)
+
+
+def _row_bytes(profile: ModelProfile, dtype: torch.dtype) -> int:
+    """Return the most bytes of a row of a pass besides weights and KV.
+
+    They are its hidden states and logits.
+    """
+    width = int(profile.config.hidden_size)
+    inner = getattr(profile.config, "intermediate_size", None) or 4 * width
+    inner = max(width, *inner) if isinstance(inner, Sequence) else max(width, int(inner))  # one per layer, or of all
+    return dtype.itemsize * (3 * width + 3 * inner) + 4 * inner + profile.vocabulary * (dtype.itemsize + 4)
 
 
 def check_tokens(ids: Sequence[int], vocabulary: int) -> None:

@@ -133,6 +133,18 @@ def test_salts_keep_batches_apart() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("sharing", ["live", "lru"])
+def test_beginnings_of_a_batch_with_a_salt_are_for_that_salt_alone(sharing: str) -> None:
+    engine = engine_for("full", prefix_cache=sharing)
+    engine.add_batch([Request(request_id=f"{n}", prompt=PROMPTS[0], params=greedy(9), cache_salt="a") for n in "12"])
+    while engine.stats().generated_tokens < 2:
+        engine.step()
+    engine.add(Request(request_id="stranger", prompt=PROMPTS[0], params=greedy(2)))
+    done = {output.request_id: output for output in engine.drain()}
+    assert done["stranger"].completions[0].kv.shared_tokens == 0
+    engine.close()
+
+
 def random_batch(rng: np.random.Generator) -> list[tuple[int, ...]]:
     """Prompts of a random tree, with some that are equal or beginnings of others."""
     texts: list[tuple[int, ...]] = [()]

@@ -12,7 +12,7 @@ from torch import Tensor
 from millpond.cache.pages.aged_store import AgedStore
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.quantized_store import QuantizedStore
-from millpond.cache.pages.shared_prefix import SharedPrefixRuns
+from millpond.cache.pages.shared_prefix import SharedCodeRuns, SharedPrefixRuns
 from millpond.cache.state.sequence_state import SequenceState
 from millpond.cache.types import Entries, PromptChunk, RotaryEmbedding
 from millpond.kernels import ops
@@ -209,20 +209,32 @@ class PagedAttention:
         out, lse, _ = ops.decode(args) if self.recorded is None else self.recorded.decode(args)
         return out, lse
 
-    def runs(self, table: PageTable, rule: DecodeRule, shape: AttentionShape) -> SharedPrefixRuns | None:
-        """Return common beginnings of sequences, if a step reads them once for all."""
-        may = self.shares_runs and table.quantized is None and rule == KEEP_ALL and not shape.window
-        return table.shared_runs() if may else None
+    def runs(
+        self, table: PageTable, rule: DecodeRule, shape: AttentionShape
+    ) -> SharedPrefixRuns | SharedCodeRuns | None:
+        """Return common beginnings of sequences, if a step reads them once for all.
+
+        Of a table with codes they are those of the codes.
+        """
+        if not self.shares_runs or rule != KEEP_ALL or shape.window:
+            return None
+        if table.quantized is None:
+            return table.shared_runs()
+        return table.quantized.shared_runs() if isinstance(table.quantized, QuantizedStore) else None
 
     def _two_phases(
-        self, table: PageTable, runs: SharedPrefixRuns, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor
+        self, table: PageTable, runs: SharedPrefixRuns | SharedCodeRuns, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Run a step without eviction and scores: a sequence's own entries, then shared ones."""
-        lens = table.lens - runs.shared_lens
-        own = PageRegions(table.pool.arrays, runs.own_pages, lens)
-        regions = StepRegions(own, table.capacities, table.recent, q_pos, KEEP_ALL, self.shape)
-        out, lse, _ = ops.decode(DecodeArgs(q, k, v, regions))
-        table.lens.copy_(lens + runs.shared_lens)
+        if isinstance(runs, SharedCodeRuns):
+            regions = replace(table.step_regions(KEEP_ALL, self.shape, q_pos), packed=runs.own_regions)
+            out, lse, _ = ops.decode(DecodeArgs(q, k, v, regions))
+        else:
+            lens = table.lens - runs.shared_lens
+            own = PageRegions(table.pool.arrays, runs.own_pages, lens)
+            regions = StepRegions(own, table.capacities, table.recent, q_pos, KEEP_ALL, self.shape)
+            out, lse, _ = ops.decode(DecodeArgs(q, k, v, regions))
+            table.lens.copy_(lens + runs.shared_lens)
         out = runs.attend(q, out.contiguous(), lse, self.shape)
         idle = (q_pos < 0)[:, None]
         return out.masked_fill_(idle[..., None], 0), lse.masked_fill_(idle, -torch.inf)

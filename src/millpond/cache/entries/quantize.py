@@ -11,7 +11,7 @@ from torch import Tensor
 from millpond.cache.pages.aged_store import QuantizedPart
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.quantized_store import Ints, NewCodes, QuantizedStore
-from millpond.cache.pages.ref_counted_pool import Pool
+from millpond.cache.pages.ref_counted_pool import PageIds, Pool
 from millpond.cache.state.span_marks import KeptSpans
 from millpond.cache.types import Entries, by_position
 from millpond.codec.spec import WHOLE, Codec
@@ -312,30 +312,63 @@ def max_unquantized(quantized: QuantizedStore, held: Ints) -> Ints:
     return n_plain
 
 
-def pages_due(table: PageTable) -> dict[Pool, int]:
-    """Return the most packed pages that the next decoding step may take of each pool."""
+def begin_with_codes(table: PageTable, pages: PageIds) -> None:
+    """Let the only sequence hold its first codes in pages (Hkv, n) of others.
+
+    Nothing of it is quantized yet. The pages are full, and hold what would be quantized of it: its first entries after
+    the sinks. These leave the plain pages.
+
+    Raises:
+        PoolFullError: no room for the plain entries that stay; nothing was changed.
+    """
+    (quantized,) = table.packed_parts
+    n_codes, sinks, slots = pages.shape[1] * quantized.slots, quantized.codec.sinks, table.pool.slots
+    if sinks or n_codes % slots:
+        entries = _plain(table, 0)
+        here = entries.positions >= 0
+        stay = here & ((entries.positions < sinks) | (entries.positions >= sinks + n_codes))
+        order, counts = by_position(torch.where(stay, entries.positions, -1)), stay.sum(1)
+        write_fresh_pages(table, 0, entries, order[:, : int(counts.max())], counts)
+    else:
+        table.drop_first(np.arange(table.n_regions), np.full(table.n_regions, n_codes // slots))
+    quantized.begin_with(pages)
+
+
+def n_first_codes(quantized: QuantizedStore, held: int) -> int:
+    """Return how many pages of codes a prompt of `held` entries per head has when it was read."""
+    stay = quantized.codec.sinks + quantized.codec.newest(held)
+    return max(held - stay, 0) // quantized.slots
+
+
+def pages_due(table: PageTable, whole: bool) -> dict[Pool, int]:
+    """Return the most packed pages that the next decoding step may take of each pool.
+
+    Args:
+        table: Table of the layer.
+        whole: Whether the step writes to all pages, see `QuantizedStore.n_copied`.
+    """
     quantized = table.quantized
     if quantized is None:
         return {}
     first, held = quantized.parts[0], table.entries()
     slots, lens = first.slots, table.lengths()
     if quantized.steps_until_check > 0 and not quantized.codec.tiered:
-        return {first.pool: first.n_shared}
+        return {first.pool: first.n_copied(whole)}
     if quantized.codec.tiered:
         over = table.budgeted() + 1 - table.budgets().astype(np.int64)
         lower = quantized.parts[-1]
         due_pages: dict[Pool, int] = {
-            lower.pool: int(np.where(over >= slots, over // slots + 1, 0).sum()) + lower.n_shared
+            lower.pool: int(np.where(over >= slots, over // slots + 1, 0).sum()) + lower.n_copied(whole)
         }
         if lower is not first:  # the upper tier is written anew before its old pages go
             rewritten = np.asarray(over >= slots).any(1, keepdims=True)
             again = np.where(rewritten, table.budgeted() // slots + 2, 0)
-            due_pages[first.pool] = int(again.sum()) + first.n_shared
+            due_pages[first.pool] = int(again.sum()) + first.n_copied(True)
         return due_pages
     loose = lens - first.codec.sinks - newest(first.codec, held)
-    need: dict[Pool, int] = {first.pool: _new_pages(first, loose) + first.n_shared}
+    need: dict[Pool, int] = {first.pool: _new_pages(first, loose) + first.n_copied(whole)}
     for upper, lower in pairwise(quantized.parts):
-        need[lower.pool] = _new_pages(lower, due(table, upper, lower, np.maximum(loose, 0))) + lower.n_shared
+        need[lower.pool] = _new_pages(lower, due(table, upper, lower, np.maximum(loose, 0))) + lower.n_copied(True)
     return need
 
 

@@ -235,7 +235,7 @@ class DecodeStep:
         grows = always or self._policy.grows or bool(self._rivals.every)
         whole = whole or not always or self._evicts.evict is not Evict.NEVER
         need: dict[Pool, int] = {table.pool: table.pages_for_step(grows, whole)}
-        return need | quantize.pages_due(table)
+        return need | quantize.pages_due(table, whole or table.aged is not None)
 
     def plain(self, table: PageTable, shape: AttentionShape) -> bool:
         """Whether there is only `ops.decode` between `begin` and `end`, in the basis of the table."""

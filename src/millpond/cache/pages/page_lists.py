@@ -28,6 +28,8 @@ class PageLists:
             after the pages that a region owns have no meaning.
         owned: Pages of each region, (R,).
         may_share: Whether some page may have another holder.
+        appends_alone: Whether the pages that the next entries go to are known to have no other holder, so that a step
+            that only appends copies none.
     """
 
     def __init__(self, pool: RefCountedPool[Any], n: int) -> None:
@@ -35,13 +37,15 @@ class PageLists:
         self.ids: PageIds = np.zeros((n, 1), dtype=np.int32)
         self.owned: Counts = np.zeros(n, dtype=np.int64)
         self.may_share = False
+        self.appends_alone = False
 
     @classmethod
     def of_held(cls, pool: RefCountedPool[Any], ids: PageIds) -> PageLists:
         """Return lists of pages (R, n) that others hold too."""
         rows = cls(pool, len(ids))
         pool.retain(ids.ravel())
-        rows.ids, rows.may_share = ids.copy(), True
+        rows.ids = ids.copy()
+        rows.share()
         rows.owned[:] = ids.shape[1]
         return rows
 
@@ -87,12 +91,14 @@ class PageLists:
 
     def cut(self, rows: Rows, keep: npt.NDArray[np.integer[Any]] | int) -> None:
         """Free the pages of some regions beyond the first keep (n,)."""
+        self.appends_alone = False
         n_kept = np.minimum(self.owned[rows], keep)
         self.pool.release(self.ids[rows][self.owned_mask(rows) & (self.columns >= n_kept[:, None])])
         self.owned[rows] = n_kept
 
     def drop(self, rows: Rows, chosen: Mask) -> None:
         """Free the `chosen` (n, <= columns) pages of some regions; later pages move up."""
+        self.appends_alone = False
         owned, dropped = self.owned_mask(rows), np.zeros((len(chosen), self.ids.shape[1]), dtype=bool)
         dropped[:, : chosen.shape[1]] = chosen
         dropped &= owned
@@ -113,15 +119,20 @@ class PageLists:
         self.ids, self.owned = self.ids[rows].copy(), self.owned[rows].copy()
         self.pool.retain(self.held())
         self.pool.release(previous_pages)
-        self.may_share = True
+        self.share()
 
     def fork(self) -> PageLists:
         """Return lists of the same pages, held by both."""
         other = PageLists(self.pool, len(self.owned))
         other.ids, other.owned = self.ids.copy(), self.owned.copy()
         self.pool.retain(self.held())
-        self.may_share = other.may_share = True
+        self.share()
+        other.share()
         return other
+
+    def share(self) -> None:
+        """Note that another holder may share some of these pages from now on."""
+        self.may_share, self.appends_alone = True, False
 
     def join(self, other: PageLists) -> None:
         """Take the rows of other lists of this pool, after these, and empty them."""
@@ -130,6 +141,7 @@ class PageLists:
         self.ids = np.concatenate([np.pad(t, ((0, 0), (0, width - t.shape[1]))) for t in (self.ids, other.ids)])
         self.owned = np.concatenate([self.owned, other.owned])
         self.may_share |= other.may_share
+        self.appends_alone &= other.appends_alone
         other.owned[:] = 0
 
     def copy_on_write(self, written: Mask | None = None) -> bool:
@@ -142,12 +154,16 @@ class PageLists:
             PoolFullError: no room for the copies; nothing was changed.
         """
         if not self.n_shared():
-            self.may_share = False
+            self.may_share, self.appends_alone = False, True
             return False
-        owned = self.owned_mask() if written is None else self.owned_mask() & written
-        self.ids[owned] = self.pool.privatise(self.ids[owned])
+        copies = self.n_shared(written) > 0
+        if copies:
+            owned = self.owned_mask() if written is None else self.owned_mask() & written
+            self.ids[owned] = self.pool.privatise(self.ids[owned])
         self.may_share = written is not None
-        return True
+        later = None if written is None else np.logical_or.accumulate(written, axis=1)
+        self.appends_alone = self.n_shared(later) == 0
+        return copies
 
     def release_all(self) -> Counts:
         """Release every page, for `restore`; return the pages per region."""
@@ -157,7 +173,7 @@ class PageLists:
 
     def restore(self, ids: PageIds, owned: Counts) -> None:
         """Hold pages after `release_all`: `ids` in the order of `held`, `owned` of each region."""
-        self.owned, self.may_share = owned.copy(), len(np.unique(ids)) < len(ids)
+        self.owned, self.may_share, self.appends_alone = owned.copy(), len(np.unique(ids)) < len(ids), False
         self.ids[self.owned_mask()] = ids
 
     # ------------------------------------------------------------------ internal

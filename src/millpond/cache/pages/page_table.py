@@ -275,7 +275,7 @@ class PageTable:
             grows_always: Whether regions at their capacity grow too.
             whole: Whether the step writes to every page of a region, not only to its last.
         """
-        if self._slack > 0 and not self._rows.may_share:
+        if self._slack > 0 and (not self._rows.may_share or (self._rows.appends_alone and not whole)):
             return 0
         lens = self._lengths.host
         growing = None if grows_always else lens < self._budgets.capacities
@@ -424,7 +424,7 @@ class PageTable:
 
     def share(self) -> None:
         """Note that another holder shares some of these pages from now on."""
-        self._rows.may_share = True
+        self._rows.share()
 
     def copy_on_write(self, whole: bool) -> None:
         """Copy the shared pages of a region that will be written: all of them or only its last.
@@ -434,7 +434,7 @@ class PageTable:
         """
         if whole and self.quantized is not None:
             self.quantized.copy_on_write()
-        if self._rows.may_share:
+        if self._rows.may_share and (whole or not self._rows.appends_alone):
             written = page_lists.written(self._rows, self._lengths.host, whole)
             if self._rows.copy_on_write(written):
                 self._publish(lens=False)

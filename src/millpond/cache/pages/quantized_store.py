@@ -15,11 +15,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from millpond.cache.pages import page_lists
 from millpond.cache.pages.channel_statistics import KeyChannels
 from millpond.cache.pages.page_lists import PageLists, Rows
 from millpond.cache.pages.pool import QuantizedPool
 from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
 from millpond.cache.pages.rope_tables import GrowingRope
+from millpond.cache.pages.shared_prefix import SharedCodeRuns
 from millpond.codec.basis import Basis
 from millpond.codec.spec import Codec
 from millpond.errors import PoolFullError
@@ -101,6 +103,8 @@ class QuantizedStore:
         self._pages = PageLists(pool, n)
         self._keys = KeyChannels(codec, n_seq, n_kv_heads, layout.key_dim, layout.value_dim, device)
         self.steps_until_check = 0
+        self._runs: SharedCodeRuns | None = None
+        self._runs_current = True
         self._view: PackedRegions | None = None  # what the kernels see of all regions, until something changes
         pool.holders.add(self)
 
@@ -187,10 +191,34 @@ class QuantizedStore:
         """Return the page ids of one region, in the order of its slots."""
         return self._pages.held(slice(row, row + 1))
 
-    @property
-    def n_shared(self) -> int:
-        """Pages that a write copies first, because others hold them too."""
-        return self._pages.n_shared()
+    def page_columns(self, columns: slice) -> PageIds:
+        """Return the ids of some pages of each region, (R * n,), region by region."""
+        return self._pages.ids[:, columns].ravel().copy()
+
+    def n_copied(self, whole: bool) -> int:
+        """Return the pages that a step copies first, because others hold them too.
+
+        Args:
+            whole: Whether it writes scores or tombstones to all pages; False: it adds entries at most.
+        """
+        if not self._pages.may_share:
+            return 0
+        return self._pages.n_shared(page_lists.written(self._pages, self.lens, whole))
+
+    def shared_runs(self) -> SharedCodeRuns | None:
+        """Return the runs of full pages that sequences have in common at their beginning.
+
+        None if no run is long enough, or entries have left.
+        """
+        if not self._pages.may_share or self.n_seq < 2 or self.codec.balanced or self.codec.prune:
+            return None
+        if not self._runs_current:
+            by_sequence = (self.n_seq, self.n_kv_heads, -1)
+            full = (self.lens // self.slots * (self.n_evicted == 0)).reshape(by_sequence).min((1, 2))
+            ids = self._pages.ids.reshape(by_sequence)
+            self._runs = SharedCodeRuns.of(ids, full, self.regions(), self.head_dim)
+            self._runs_current = True
+        return self._runs
 
     def width(self, sequence: int) -> int:
         """Return the slots of the longest region of a sequence."""
@@ -293,10 +321,10 @@ class QuantizedStore:
         more = count.cpu().numpy().astype(np.int32)
         if not more.any():
             return
-        self.copy_on_write()
         for sequence in sequences.tolist():
             self._keys.choose(sequence)
         rows = (sequences[:, None] * self.n_kv_heads + np.arange(self.n_kv_heads)).ravel()
+        self._copy_ends(rows)
         self._reserve(rows, self.lens[rows] + more)
         if self._rope is not None:
             self._rope.reach(int(entries.positions.max()) + 1)
@@ -384,6 +412,22 @@ class QuantizedStore:
 
     # ------------------------------------------------------------------ sharing
 
+    def begin_with(self, pages: PageIds) -> None:
+        """Begin the only sequence with full pages (Hkv, n) that others hold too."""
+        assert self.n_seq == 1, "a prompt"
+        assert not self.lens.any(), "it has no codes yet"
+        self._pages = PageLists.of_held(self.pool, pages)
+        self.lens[:] = pages.shape[1] * self.slots
+        self.steps_until_check = 0
+        self._changed()
+        if self._rope is not None:
+            self._rope.reach(int(self.positions(slice(None)).max()) + 1)
+
+    def share(self) -> None:
+        """Note that another holder shares some of these pages from now on."""
+        self._pages.share()
+        self._runs_current = False
+
     def select(self, sequences: list[int]) -> None:
         """Keep the given sequences, in this order; the pages of one named many times are shared."""
         regions = np.concatenate([np.arange(len(self.lens))[self.rows(s)] for s in sequences])
@@ -418,6 +462,16 @@ class QuantizedStore:
             PoolFullError: no room for the copies; nothing was changed.
         """
         if self._pages.may_share and self._pages.copy_on_write():
+            self._changed()
+
+    def _copy_ends(self, rows: npt.NDArray[np.int64]) -> None:
+        """Copy the shared pages of some regions in which their next entries lie."""
+        if not self._pages.may_share:
+            return
+        ends = page_lists.written(self._pages, self.lens, whole=False)
+        assert ends is not None, "not all pages are written"
+        ends[np.setdiff1d(np.arange(len(ends)), rows)] = False
+        if self._pages.copy_on_write(ends):
             self._changed()
 
     def clear(self) -> None:
@@ -494,7 +548,7 @@ class QuantizedStore:
     def _changed(self) -> None:
         """Let the kernels' view be rebuilt on its next use, as the host's tables changed."""
         _ = self.n_evicted  # what the kernels have done to theirs is not lost
-        self._view = None
+        self._view, self._runs_current = None, False
 
     def _reserve(self, rows: npt.NDArray[np.int64], lens: Ints) -> None:
         self._pages.grow(rows, np.maximum(-(-lens // self.slots) - self._pages.owned[rows], 0))

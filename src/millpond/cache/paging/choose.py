@@ -5,19 +5,32 @@ from __future__ import annotations
 from os import PathLike, fspath
 
 from millpond.cache.paging import PAGING
+from millpond.cache.paging.lru import LeastRecentlyUsed
 from millpond.cache.paging.rule import PagingRule
 from millpond.errors import OptionError
 
 #: Needs the future; for replays.
 _REPLAY = "belady"
 _USUAL = "lru"
+#: Requests in flight share what their prompts begin with, and nothing is kept beyond them.
+LIVE = "live"
+
+
+def keeps_prompts(choice: bool | str) -> bool:
+    """Return whether prompts are kept beyond their requests; `choice` is as of `rule_name`.
+
+    Example:
+        >>> keeps_prompts("lru"), keeps_prompts("live"), keeps_prompts(False)
+        (True, False, False)
+    """
+    return bool(choice) and choice != LIVE
 
 
 def rule_name(choice: bool | str) -> str | None:
     """Return the name of a rule; None for no cache.
 
     Args:
-        choice: A name; True for "lru", False for none.
+        choice: A name; True for "lru", False for none; "live" where requests in flight alone share.
 
     Example:
         >>> rule_name(True), rule_name("learned"), rule_name(False)
@@ -41,10 +54,10 @@ def rule_named(choice: bool | str, pager: str | PathLike[str] | None = None) -> 
         DataError: a pager that cannot be read.
     """
     name = rule_name(choice)
-    if name is None:
+    if name is None or name == LIVE:
         if pager is not None:
             raise OptionError(f'pager={fspath(pager)!r} needs a prefix cache that predicts: prefix_cache="learned"')
-        return None
+        return None if name is None else LeastRecentlyUsed()
     if name == _REPLAY:
         other_rules = ", ".join(other for other in PAGING.names() if other != _REPLAY)
         raise OptionError(

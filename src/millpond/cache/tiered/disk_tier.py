@@ -116,6 +116,10 @@ class DiskTier:
             del self._reserved[name]
             raise
 
+    def has_reserved(self, name: str) -> bool:
+        """Return whether the disk of a request is reserved."""
+        return name in self._reserved
+
     def release(self, name: str) -> None:
         """End the reservation of a request."""
         self._reserved.pop(name, None)

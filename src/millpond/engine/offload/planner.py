@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from millpond.budget import Budget, parse_bytes
+from millpond.cache.paging.choose import keeps_prompts
 from millpond.codec import CodecSpec
 from millpond.engine.config import EngineConfig
 from millpond.engine.offload.cost import CostModel
@@ -276,7 +277,7 @@ def fastest_plan(
     """
     limits = Limits(memory=memory, sequences=config.max_running, prompt_rows=config.max_step_tokens, kv=config.kv_limit)
     capabilities = _within(
-        capabilities, None if config.prefix_cache else disk
+        capabilities, None if keeps_prompts(config.prefix_cache) else disk
     )  # the prefix cache holds pages in memory
     if verified:
         capabilities = replace(capabilities, ends=("host",))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millpond.kernels.args import AttendArgs, AttendOutput, PrefillArgs, PrefillOutput, WindowSignalArgs
+from millpond.kernels.args import AttendArgs, AttendOutput, PaddedEntries, PrefillArgs, PrefillOutput, WindowSignalArgs
 from millpond.kernels.eager.pages import read
 from millpond.kernels.eager.softmax import INF, lse_merge, reduce_group, soft_cap, softmax_with_sink, wide, with_masses
 
@@ -17,21 +17,41 @@ def empty_output(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def attend(args: AttendArgs) -> AttendOutput:
-    q, regions, members = args.q, args.regions, slice(None) if args.members is None else args.members
-    n_kv_heads, dtype = len(regions.table), wide(q.dtype)
-    width = int(regions.lens.max()) if n_kv_heads else 0
-    keys, values, positions, _, log_masses = read(regions, width)
-    some = q[members].to(dtype)
-    rows = some.transpose(0, 1).reshape(n_kv_heads, -1, len(some), q.shape[2])  # (Hkv, group, S, D)
-    logits = soft_cap(rows @ keys.to(dtype)[:, None].transpose(-1, -2) * args.scale, args.softcap)
+    regions = args.regions
+    width = int(regions.lens.max()) if len(regions.table) else 0
+    out, lse = empty_output(args.q, regions.pages.value_dim) if args.partial is None else args.partial
+    attend_entries(args.q, read(regions, width), args.scale, args.softcap, args.members, (out, lse))
+    return AttendOutput(out, lse)
+
+
+def attend_entries(
+    q: Tensor,
+    entries: PaddedEntries,
+    scale: float,
+    softcap: float,
+    members: Tensor | None,
+    partial: tuple[Tensor, Tensor],
+) -> None:
+    """Attend from many sequences' queries to the same entries; merge with `partial`.
+
+    Args:
+        q: See `AttendArgs`.
+        entries: Entries (Hkv, N, ...) that the members share.
+        scale: See `AttentionShape`.
+        softcap: See `AttentionShape`.
+        members: See `AttendArgs`.
+        partial: Output (S, Hq, value_dim) and log-sum-exp (S, Hq) over other entries; changed in place.
+    """
+    keys, values, positions, _, log_masses = entries
+    (out, lse), at, dtype = partial, slice(None) if members is None else members, wide(q.dtype)
+    some = q[at].to(dtype)
+    rows = some.transpose(0, 1).reshape(len(keys), -1, len(some), q.shape[2])  # (Hkv, group, S, D)
+    logits = soft_cap(rows @ keys.to(dtype)[:, None].transpose(-1, -2) * scale, softcap)
     logits = with_masses(logits, log_masses)
     p, shared_lse = softmax_with_sink(logits, (positions >= 0)[:, None, None], None)
     shared = (p @ values.to(dtype)[:, None]).flatten(0, 1).transpose(0, 1).float()
-    out, lse = empty_output(q, regions.pages.value_dim) if args.partial is None else args.partial
-    before, full_lse = out[members].float(), shared_lse.flatten(0, 1).T.float()
-    merged, lse[members] = lse_merge(before, lse[members], shared, full_lse)
-    out[members] = merged.to(out.dtype)
-    return AttendOutput(out, lse)
+    merged, lse[at] = lse_merge(out[at].float(), lse[at], shared, shared_lse.flatten(0, 1).T.float())
+    out[at] = merged.to(out.dtype)
 
 
 #: Last queries whose logits are held at a time.
