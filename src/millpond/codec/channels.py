@@ -28,7 +28,7 @@ def channel_scores(q: Tensor, k: Tensor) -> Tensor:
 
 
 def value_channel_scores(outputs: Tensor, norms: Tensor, n_kv_heads: int) -> Tensor:
-    """Return the contribution of each value channel to the layer's output: ||(A V)_j||^2 ||W_j||^2.
+    """Return what each value channel adds to the layer's output: ||(A V)_j||^2 ||W_j||^2.
 
     It is the squared norm of the rank-one part (A V)_j W_j, for the rows A of the newest queries.
 

@@ -153,9 +153,10 @@ def normalised_values(
 def normalised_token_values(
     values: Tensor, fisher: Tensor | None, outliers: float, *, by_range: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return inliers (n,) in [-1, 1] and their weights (n,) of values (N, W), all KV heads of a token side by side.
+    """Return inliers (n,) in [-1, 1] and their weights (n,) of values (N, W).
 
-    Ranges are those of a token without its outliers: the largest and the smallest of its numbers, `outliers` of them.
+    W are all KV heads of a token side by side. Ranges are those of a token without its outliers: the largest and the
+    smallest of its numbers, `outliers` of them.
     """
     x = values.float()
     outlier = outer(x, outer_count(outliers, x.shape[1]))

@@ -58,7 +58,7 @@ def _kvquant(bits: int) -> Codec:  # "kvquant2", "kvquant3", "kvquant4"
 
 
 def _of_tokens(codec: Codec) -> Codec:  # "kvquant2_paper", "kvquant3_paper", "kvquant4_paper"
-    """Return the codec with value ranges and outliers per token over all KV heads, as its paper has them."""
+    """Return the codec with value ranges and outliers per token over all KV heads."""
     key, value = (replace(side, across_heads=True) for side in (codec.key, codec.value))
     return replace(codec, name=f"{codec.name}{PAPER}", key=key, value=value)
 
@@ -123,7 +123,7 @@ def has_ratio(name: str) -> bool:
 
 
 def _with_ratio(name: str) -> Codec:
-    """Return the format of a name with the share of key channels that it drops, and that of value channels.
+    """Return the format of a name with the shares of channels that it drops.
 
     Raises:
         OptionError: shares that are none, or more than two.

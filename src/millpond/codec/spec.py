@@ -19,9 +19,9 @@ WHOLE = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Tables of one layer by calibration (KVQuant): those of `Side.table` and `Side.cuts`, and its KV heads.
+    """Tables of one layer by calibration (KVQuant), those of `Side`, and its KV heads.
 
-    Where no model is known there are 8.
+    Where no model is known there are 8 heads.
     """
 
     key: tuple[float, ...]

@@ -190,9 +190,10 @@ class LayerBudgets:
         return max(never_quantized, self._entries_with_codes(table, quantized, amount))
 
     def _entries_above(self, table: PageTable, amount: int, seen: int) -> int:
-        """Return entries per KV head, on average, of the upper tier if all others of `seen` tokens are below it.
+        """Return entries per KV head of the upper tier if all others are below it.
 
-        Besides them a page of entries gathers before it is demoted, and the last page of each tier may be empty.
+        They are a mean over the heads, of `seen` tokens. Besides them a page of entries gathers before it is demoted,
+        and the last page of each tier may be empty.
 
         Raises:
             BudgetError: the lower tier leaves less than the method protects.

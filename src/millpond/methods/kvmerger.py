@@ -77,7 +77,7 @@ class RunPivots(WrappedScore):
         return (~joins).cumsum(1) - 1
 
     def neighbours(self, view: View, attention: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which entries may join the one before them, (H, N) bool, and the cosines of their keys, (H, N)."""
+        """Return which entries may join the one before, (H, N) bool, and their keys' cosines."""
         free = view.free
         never_merged = rank_by_value(attention, free, torch.zeros_like(free)) < math.floor(self.top * view.budget)
         free = free & ~never_merged

@@ -75,7 +75,7 @@ class CacheLayout:
         return self.pools.of(layer.index).reading(layer.key_dim, layer.value_dim, self._dtype, self._device)
 
     def empty_table(self, layer: LayerShape) -> PageTable:
-        """Return a table of one sequence of a layer that holds nothing, by which budgets in bytes are divided."""
+        """Return an empty table of one sequence, by which budgets in bytes are divided."""
         table, codec = PageTable(self.pool(layer), 1, layer.n_kv_heads), self.codec(layer)
         if codec is not None and codec.tiered:  # how much the lower tier takes decides on the upper one
             quantized = self.pools.of(layer.index).quantized

@@ -138,7 +138,7 @@ def replace(table: PageTable, sequence: int, entries: Entries, keep: Tensor, *, 
 
 
 def _hold_tiers(table: PageTable, sequence: int, entries: Entries, keep: Tensor, *, seal: bool) -> None:
-    """Hold the kept candidates (H, N) in the upper of two tiers of codes, and all others in the lower one.
+    """Hold kept candidates (H, N) in the upper of two tiers of codes, others in the lower.
 
     Without `seal`, kept ones that are plain stay so. Entries of the lower tier stay there. Those of the upper one are
     encoded again with the plain ones that join them, from the numbers that their codes stand for, whose range is that

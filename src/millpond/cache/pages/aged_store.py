@@ -98,7 +98,7 @@ class AgedStore:
     def collect_statistics(
         self, sequence: int, q: Tensor, k: Tensor, outputs: Tensor | None = None, norms: Tensor | None = None
     ) -> None:
-        """See `QuantizedStore.collect_statistics`: tiers by age need nothing of a prompt, MiKV's lower one does."""
+        """See `QuantizedStore.collect_statistics`; of all tiers MiKV's lower one needs it."""
         for part in self.parts:
             part.collect_statistics(sequence, q, k, outputs, norms)
 

@@ -82,7 +82,7 @@ def kept_dim(ratio: float, dim: int) -> int:
 
 
 class KeyChannels:
-    """Key and value channels of `n_seq * n_kv_heads` regions, for a codec that prunes or balances them.
+    """Key and value channels of `n_seq * n_kv_heads` regions that a codec prunes or balances.
 
     Args:
         codec: Number format.

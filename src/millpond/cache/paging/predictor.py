@@ -242,13 +242,16 @@ Label = Literal["belady", "phase"]
 
 
 def save_weights(file: Path, weights: Weights, note: str, label: Label = "belady") -> None:
-    """Write weights with the layout of their features; `note` says what they were fitted on, `label` to which bits."""
+    """Write weights with the layout of their features.
+
+    `note` says what they were fitted on, `label` to which bits.
+    """
     about = {"format": _FORMAT, "fitted_on": note} | ({} if label == "belady" else {"label": label})
     save_file({"weights": weights.astype(np.float32)}, file, about)
 
 
 def label_of(file: Path) -> Label:
-    """Return the bits that the weights of a file were fitted to; Belady's where it does not say.
+    """Return the bits that weights of a file were fitted to; Belady's if it does not say.
 
     Raises:
         DataError: the file cannot be read.

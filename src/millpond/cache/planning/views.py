@@ -89,7 +89,7 @@ class ViewBuilder:
     def _with_rules(
         self, view: View, table: PageTable, head_rules: HeadRuleState, sequence: int, entries: Entries, order: Tensor
     ) -> View:
-        """Return the view with token ids and attention by query head in the given order, and the rules so far."""
+        """Return the view with token ids, attention by query head, and the rules so far."""
         tokens, attention = self._tracker.tokens, self._attention
         assert tokens is not None, "token ids are kept for a policy that looks at them"
 

@@ -50,7 +50,7 @@ def layer_thresholds(
     length: int = 1024,
     **options: Any,
 ) -> tuple[float, ...]:
-    """Return the cosine of each layer above which neighbours are merged, so that a budget is left on a text.
+    """Return the cosine of each layer above which neighbours merge to leave a budget.
 
     The heads of a layer, and all windows of the text, have one threshold: that which as many neighbours exceed as have
     to join. The paper holds that its share of merged entries is then the same on other texts.

@@ -19,7 +19,10 @@ def outer(x: Tensor, n: int) -> Tensor:
 
 
 def token_range(x: Tensor, outlier: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the least and the largest number (..., 1) of each token x (..., W), outliers left out."""
+    """Return the least and the largest number (..., 1) of each token, outliers left out.
+
+    x, outlier: (..., W).
+    """
     low = torch.where(outlier, torch.inf, x).amin(-1, keepdim=True)
     high = torch.where(outlier, -torch.inf, x).amax(-1, keepdim=True)
     none = outlier.all(-1, keepdim=True)
@@ -27,11 +30,12 @@ def token_range(x: Tensor, outlier: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def encode_across(x: Tensor, side: Side, fixed: Fixed | None, n_heads: int) -> Parts:
-    """Return the codes of whole pages x (P, slots, dim), of all heads of the same tokens one after another.
+    """Return the codes of whole pages x (P, slots, dim).
 
-    Values take zero and scale from the range of their token without its outliers; the ranges of keys were calibrated.
-    A page has places for `layout.ROOM` times its even share of the outliers. Where a head has more, those nearest to
-    the range are clipped to it; where it has fewer, other numbers far out have the rest.
+    Pages of all heads of the same tokens follow one another. Values take zero and scale from the range of their token
+    without its outliers; the ranges of keys were calibrated. A page has places for `layout.ROOM` times its even share
+    of the outliers. Where a head has more, those nearest to the range are clipped to it; where it has fewer, other
+    numbers far out have the rest.
 
     Raises:
         NumericsError: a number that the format cannot hold.
@@ -63,7 +67,7 @@ def encode_across(x: Tensor, side: Side, fixed: Fixed | None, n_heads: int) -> P
 
 
 def _tokens(x: Tensor, n_heads: int) -> Tensor:
-    """Return pages (P, slots, dim) of `n_heads` heads in turn as tokens (P / n_heads, slots, n_heads * dim)."""
+    """Return pages (P, slots, dim) as tokens (P / n_heads, slots, n_heads * dim)."""
     return x.view(-1, n_heads, *x.shape[1:]).transpose(1, 2).flatten(2)
 
 
@@ -74,5 +78,5 @@ def _pages(tokens: Tensor, n_heads: int) -> Tensor:
 
 
 def _of_heads(numbers: Tensor, n_heads: int) -> Tensor:
-    """Return a number per token (G, slots, 1) for the page of each head, (G * n_heads, slots, 1)."""
+    """Return a number per token (G, slots, 1) for each head, (G * n_heads, slots, 1)."""
     return numbers.repeat_interleave(n_heads, 0)

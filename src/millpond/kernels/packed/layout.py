@@ -166,7 +166,7 @@ class PackedLayout:
 
 
 def outer_count(share: float, n: int) -> int:
-    """Return the outliers at each end of a token of `n` numbers: half of the share, rounded up as published."""
+    """Return the outliers at each end of a token of `n` numbers: half the share, rounded up."""
     return math.ceil(share / 2 * n)
 
 
