@@ -32,7 +32,7 @@ def test_rules_by_name() -> None:
 def test_what_is_refused_by_name() -> None:
     with pytest.raises(OptionError, match="unknown paging rule 'leraned'; did you mean 'learned'"):
         rule_named("leraned")
-    with pytest.raises(OptionError, match=r"only a replay does .*choose one of learned, .*lru"):
+    with pytest.raises(OptionError, match=r"only a replay does .*choose one of craft, learned, .*lru"):
         rule_named("belady")
     with pytest.raises(OptionError, match="'lru' predicts nothing; leave pager out"):
         rule_named(True, "pager.safetensors")
