@@ -18,4 +18,4 @@ done
 gate=attention_gate${GATE:+:gate=$GATE}
 
 "$bin/millpond" eval --model pond-recall --tasks "${list#,}" --protocol agnostic --seed 1301 --threads 1 \
-  --method "full,$gate,$gate:threshold=0.37" --samples "${SAMPLES:-60}" --out "${OUT:-benchmarks/results/gate}"
+  --method "full,$gate,$gate:threshold=0.42" --samples "${SAMPLES:-60}" --out "${OUT:-benchmarks/results/gate}"

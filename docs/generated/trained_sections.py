@@ -127,7 +127,10 @@ def gate_section() -> str:
         "The context is compressed before any question is seen, and no budget is given. "
         f"By task {least:.1%} to {most:.1%} of the entries are kept; with a lower threshold, which moves all "
         f"decisions at once, {less:.1%} to {more:.1%}. "
-        "Single texts differ more, as the card says."
+        "Single texts differ more, as the card says. "
+        'It was trained, and these rows were measured, with `acts="end"`. With flags inside the prompt seven of the '
+        "tasks (12 questions each, the same seed) keep the same shares within a point and answer every question, as "
+        'with `acts="end"`.'
     )
     return (
         f"## With the gate of pond-recall\n\n{intro}\n\n"
