@@ -10,7 +10,8 @@ from torch import Tensor
 
 from millpond.cache.pages.aged_store import QuantizedPart
 from millpond.cache.pages.page_table import PageTable
-from millpond.cache.pages.quantized_store import Ints, NewCodes, QuantizedStore
+from millpond.cache.pages.quantized_regions import Ints
+from millpond.cache.pages.quantized_store import NewCodes, QuantizedStore
 from millpond.cache.pages.ref_counted_pool import PageIds, Pool
 from millpond.cache.state.span_marks import KeptSpans
 from millpond.cache.types import Entries, by_position

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from millpond.cache.pages.page_lists import Rows
-from millpond.cache.pages.quantized_store import Ints, NewCodes, QuantizedStore
+from millpond.cache.pages.quantized_regions import Ints
+from millpond.cache.pages.quantized_store import NewCodes, QuantizedStore
 from millpond.codec.spec import Codec
 from millpond.kernels.args import PaddedEntries, joined
 from millpond.kernels.packed.regions import PackedRegions

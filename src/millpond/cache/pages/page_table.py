@@ -145,8 +145,9 @@ class PageTable:
     def step_regions(self, rule: DecodeRule, shape: AttentionShape, q_pos: Tensor) -> StepRegions:
         """Return all regions at a decoding step of tokens at positions q_pos (S,)."""
         packed = None if self.quantized is None else self.quantized.regions()
-        spans = (self.kept, self.least)
-        return StepRegions(self.regions, self.capacities, self.recent, q_pos, rule, shape, packed, *spans)
+        return StepRegions(
+            self.regions, self.capacities, self.recent, q_pos, rule, shape, packed, self.kept, self.least
+        )
 
     @property
     def page_lists(self) -> PageLists:
@@ -203,8 +204,8 @@ class PageTable:
 
     def used_bytes(self) -> npt.NDArray[np.int64]:
         """Return the bytes of `kv_bytes` that are in slots with an entry, (n_seq,)."""
-        plain_bytes = _slot_bytes(self.pool, self.lengths())
-        return plain_bytes + sum(_slot_bytes(part.pool, part.live) for part in self.packed_parts)
+        packed = (_slot_bytes(part.pool, part.live) for part in self.packed_parts)
+        return sum(packed, _slot_bytes(self.pool, self.lengths()))
 
     # ------------------------------------------------------------------ budgets
 
@@ -277,9 +278,8 @@ class PageTable:
         """
         if self._slack > 0 and (not self._rows.may_share or (self._rows.appends_alone and not whole)):
             return 0
-        lens = self._lengths.host
-        growing = None if grows_always else lens < self._budgets.capacities
-        return page_lists.pages_for_step(self._rows, lens, growing, whole)
+        growing = None if grows_always else self._lengths.host < self._budgets.capacities
+        return page_lists.pages_for_step(self._rows, self._lengths.host, growing, whole)
 
     def pages_for(self, n_tokens: int, whole: bool) -> int:
         """Return the pages that `n_tokens` more entries of every head take, copies included.
