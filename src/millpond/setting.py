@@ -187,7 +187,7 @@ def help_text(kind: type, name: str, write: Callable[[str], str], default: str |
     said = one.help
     if one.variable:
         said += f" Also: {one.variable}{', separated by commas' if own is not None else ''}."
-    if means and (own is False or own in (None, ())):
+    if means and (default or own in (None, False, ())):
         said += f" Default: {means}."
     return _NAMED.sub(lambda match: write(match[1]), said)
 

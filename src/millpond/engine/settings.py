@@ -92,7 +92,7 @@ class EngineSettings:
     prefix_cache: bool | str = setting(
         LIVE,
         "live: requests in flight share what their prompts begin with; or keep prompts for later ones, while there is "
-        "memory; what goes first: lru or learned, or lfu, marker, mark0 or mark_predict of millpond-lab.",
+        "memory; what goes first: lru, craft or learned, or lfu, marker, mark0 or mark_predict of millpond-lab.",
         more='True is "lru", and False shares nothing; see `list_paging_rules`.',
         metavar="RULE",
     )

@@ -229,10 +229,10 @@ def _quantize_oldest(table: PageTable, quantized: QuantizedStore, sequences: np.
 
 
 def _quantize_run(table: PageTable, quantized: QuantizedStore, sequences: np.ndarray) -> bool:
-    """Quantize due entries of sequences (n,) together if they follow each other in plain pages of their own.
+    """Quantize due entries of sequences (n,) together, if they are a run.
 
-    That is so if nothing left a region since it was last quantized. Then no entry is sorted, and of a format without
-    plain first entries none is moved.
+    In plain pages of their own they follow each other then, as they do if nothing left since entries were last
+    quantized. No entry is sorted, and of a format without plain first entries none is moved.
 
     Returns:
         False if it is not so of all of them; then nothing was done.
@@ -264,7 +264,7 @@ def _quantize_run(table: PageTable, quantized: QuantizedStore, sequences: np.nda
 def _write_rest(
     table: PageTable, sequences: np.ndarray, regions: Tensor, entries: PaddedEntries, first: Ints, more: Ints
 ) -> None:
-    """Move entries in the pages of regions (n,) of sequences over `more` (n,) that follow the `first` (n, 1) ones."""
+    """Close the gap of `more` (n,) entries behind the `first` (n, 1) ones of regions (n,)."""
     lens = table.lengths()[sequences] - more.reshape(len(sequences), -1)
     column = np.arange(int(lens.max()))
     index = (column + np.where(column < first, 0, more[:, None])).astype(np.int32)

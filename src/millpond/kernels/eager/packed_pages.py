@@ -109,7 +109,10 @@ READ_TOGETHER = 256
 
 
 def stored_keys(regions: PackedRegions, r: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-    """Return keys (P, n, head_dim) of regions r (P,) as stored: before RoPE, or kept and balanced."""
+    """Return keys (P, n, head_dim) of regions r (P,) as they are stored.
+
+    They are before RoPE, or those of the channels that are kept, balanced.
+    """
     if regions.rope is not None:
         return regions.rope.turn_back(keys.float(), positions)
     if regions.channels is not None:
@@ -118,7 +121,7 @@ def stored_keys(regions: PackedRegions, r: Tensor, keys: Tensor, positions: Tens
 
 
 def stored_values(regions: PackedRegions, r: Tensor, values: Tensor) -> Tensor:
-    """Return values (P, n, value_dim) of regions r (P,) as stored: in the channels that are kept."""
+    """Return values (P, n, value_dim) of regions r (P,) in the channels that are kept."""
     if regions.value_channels is None:
         return values
     return values.gather(2, regions.value_channels[r].long()[:, None].expand(-1, values.shape[1], -1))

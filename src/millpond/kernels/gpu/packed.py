@@ -59,9 +59,9 @@ def side_constants(prefix: str, side: Side, at: Offsets, dim: int) -> dict[str, 
 
 @cache
 def numbers_on(side: Side, device: torch.device) -> Tensor:
-    """Return the numbers that codes of a table stand for in the memory of a device, where they stay.
+    """Return the numbers that codes of a table stand for, on a device.
 
-    Nothing is copied while a step is recorded: a step runs once before.
+    They stay there. Nothing is copied while a step is recorded: a step runs once before.
     """
     with torch.inference_mode(False):
         return table_of(side).to(device)
