@@ -35,7 +35,7 @@ def opened(folder: Path, capacity: int | None, **more: Any) -> tuple[Opened, Cud
 
 
 def engine_of(found: Opened) -> Engine:
-    return Engine(found.model, None, found.config, streamed=found.streamed, tier=found.tier)
+    return Engine(found.model, None, found.config, streamed=found.streamed, tier=found.tier, host_kv=found.host_kv)
 
 
 @pytest.mark.covering
@@ -94,8 +94,15 @@ def test_too_little_memory(folders: dict[str, Path]) -> None:
 def test_what_a_device_does_not_run(folders: dict[str, Path]) -> None:
     with pytest.raises(OptionError, match="weights='int4': products with codes run on a CPU"):
         opened(folders["llama"], 16 << 20, config=EngineConfig(weights="int4"))
-    with pytest.raises(OptionError, match="of the kv on the tier 'disk'"):
-        opened(folders["llama"], 16 << 20, plan=Plan(kv={"disk": 1.0}))
+    with pytest.raises(OptionError, match="prefix_cache='lru' needs all keys and values in one memory"):
+        engine_of(
+            opened(
+                folders["llama"],
+                16 << 20,
+                plan=Plan(kv={"device": 0.4, "host": 0.6}),
+                config=EngineConfig(**options("full") | {"prefix_cache": "lru"}),
+            )[0]
+        )
 
 
 @pytest.mark.parametrize(

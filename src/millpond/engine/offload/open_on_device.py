@@ -5,23 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from millpond.budget import parse_bytes
+from millpond.cache.layer.host_layer_cache import HostKV
+from millpond.cache.pages.tier_limits import TierLimits
+from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.engine.config import EngineConfig
 from millpond.engine.offload.cost import StepMemory
 from millpond.engine.offload.kv_size import KVSize, kv_size, planned
 from millpond.engine.offload.model_size import ModelSize, fingerprint, size_of
-from millpond.engine.offload.open import Opened, Placement, check_dtype, folder_of, kv_of
-from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, Capabilities, Plan, spread
+from millpond.engine.offload.open import Opened, Placement, check_dtype, folder_of, kv_of, kv_slot_bytes, with_plan
+from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, TIERS, Capabilities, Plan, spread
 from millpond.engine.offload.planner import Workload, usual_workloads
 from millpond.errors import BudgetError, OptionError
 from millpond.models.weights.sizes import WeightSizes
 from millpond.models.weights.skeleton import Skeleton
 from millpond.models.weights.streamed import StreamedLayers
 from millpond.tiers.cuda import Bandwidths, CudaDevice
+from millpond.tiers.devices import Device
 from millpond.tiers.ledger import Ledger, Tier
 
 #: Bytes per second of a disk, assumed where nothing was measured.
@@ -145,8 +150,8 @@ def _with_layers(
     return DevicePlan(plan, workload, sequences, seconds)
 
 
-#: Capabilities of an engine there. KV is on the device, which a plan calls "host", its default.
-ON_DEVICE = Capabilities(weights=(DEVICE, HOST, DISK), kv=(HOST,), ends=("host",))
+#: Capabilities of an engine there. Embeddings and head are on the device.
+ON_DEVICE = Capabilities(weights=TIERS, kv=TIERS, ends=("host",))
 
 
 def open_on_device(
@@ -158,8 +163,10 @@ def open_on_device(
     dtype: str | None,
     config: EngineConfig,
     *,
+    disk: str | PathLike[str] | None = None,
     workload: Workload | None = None,
-    device: CudaDevice | None = None,
+    device: Device | None = None,
+    tiered: Mapping[str, Any] | None = None,
     **streaming: Any,
 ) -> Opened:
     """Open the model in a folder so that it takes at most `device_memory` of the device.
@@ -170,12 +177,14 @@ def open_on_device(
         name: Name or folder of the model.
         gpu: The GPU.
         device_memory: "16GiB" or bytes; None: no limit, which a plan needs.
-        memory: Limit of the weights in the host's memory; None: no limit.
+        memory: Limit of weights and KV in the host's memory; None: no limit.
         plan: Placement to use; None searches for the fastest.
         dtype: Must equal the saved dtype, if it is given at all.
         config: Settings of the engine.
+        disk: A folder for KV that a plan puts on the disk; None: the model's folder.
         workload: Workload that a plan is made for.
-        device: Device to use; None: made here.
+        device: Device to use, one that can be measured where there is no plan; None: made here.
+        tiered: Further arguments of `DiskTier`.
         **streaming: Arguments of `StreamedLayers`.
 
     Raises:
@@ -195,13 +204,14 @@ def open_on_device(
     size, searched_plan = size_of(folder, skeleton), None
     if plan is None:
         assert capacity is not None, "checked by those who ask for it"
+        assert isinstance(device, CudaDevice), "one that can be measured"
         searched_plan = device_plan(size, config, capacity, limit, device.measure(), workload)
         plan = searched_plan.plan
     else:
         ON_DEVICE.check(plan)
         if plan.model:
             plan.check_model(fingerprint(skeleton))
-    config = replace(config, max_step_tokens=plan.prompt_rows)
+    config = with_plan(config, plan)
     n, step = len(size.layers), StepMemory.of(size, step_tokens=plan.prompt_rows, running=config.max_running)
     on_device, on_disk = plan.device_layers(n), plan.streamed_layers(n)
     kept = [index for index in range(n) if index not in {*on_device, *on_disk}]
@@ -218,20 +228,68 @@ def open_on_device(
         on_device=on_device,
         **streaming,
     )
+    tier: DiskTier | None = None
     try:
-        left = ledger.free(DEVICE)
-        if left is not None:
-            config = replace(config, kv_memory=kv_of(left, "device_memory", config.kv_limit))
-        if config.kv_limit is not None:
-            ledger.take(DEVICE, "kv", config.kv_limit)
+        kv_on_disk, host_layers = plan.kv_layers_on_disk(n), plan.kv_layers_on_host(n)
+        if host_layers:
+            ledger.take(HOST, "attention", step.nbytes)  # at most what a step takes on the device
+        if kv_on_disk:
+            tier = DiskTier(
+                folder if disk is None else Path(disk),
+                kv_on_disk,
+                ledger=ledger,
+                slot_bytes=kv_slot_bytes(limit),
+                micro_batch=plan.micro_batch,
+                **tiered or {},
+            )
+        config, host_kv = _kv_memory(config, ledger, frozenset(host_layers), n, device, tier)
     except BaseException:
         streamed.close()
+        if tier is not None:
+            tier.close()
         raise
     bytes_by_tier = {DEVICE: ledger.by_purpose(DEVICE), HOST: ledger.by_purpose(HOST)}
     if on_disk:
         bytes_by_tier[DISK] = {"weights": sum(size.layers[index].n_bytes for index in on_disk)}
     placement = _placement(plan, bytes_by_tier, limit, searched_plan)
-    return Opened(streamed.model, config, streamed, None, placement, ledger)
+    return Opened(streamed.model, config, streamed, tier, placement, ledger, host_kv)
+
+
+def _kv_memory(
+    config: EngineConfig,
+    ledger: Ledger,
+    host_layers: frozenset[int],
+    n_layers: int,
+    device: Device,
+    tier: DiskTier | None,
+) -> tuple[EngineConfig, HostKV | None]:
+    """Take the memory of KV on both sides; return settings with that of the device, and the layers on the host.
+
+    `kv_memory` is divided as the layers are.
+
+    Raises:
+        BudgetError: `kv_memory` is more than what is left.
+    """
+    requested = config.kv_limit
+    if not host_layers:
+        left = ledger.free(DEVICE)
+        if left is not None:
+            config = replace(config, kv_memory=kv_of(left, "device_memory", requested))
+        if config.kv_limit is not None:
+            ledger.take(DEVICE, "kv", config.kv_limit)
+        return config, None
+    of_host = None if requested is None else requested * len(host_layers) // n_layers
+    shares = {HOST: of_host, DEVICE: None if requested is None or of_host is None else requested - of_host}
+    if len(host_layers) == n_layers:
+        shares[DEVICE] = 0
+    limits: dict[str, int | None] = {}
+    for side, option in ((DEVICE, "device_memory"), (HOST, "memory")):
+        left = ledger.free(side)
+        limits[side] = shares[side] if left is None else kv_of(left, option, shares[side])
+        if (taken := limits[side]) is not None:
+            ledger.take(side, "kv", taken)
+    whole = TierLimits(limits[DEVICE], limits[HOST], pinned=tier is not None)
+    return config, HostKV(host_layers, device, whole)
 
 
 def _placement(

@@ -70,7 +70,8 @@ class Plan:
     Attributes:
         weights: Shares of the tiers "device", "host" and "disk"; they sum to 1. These are shares of the layers, of all
             sequences alike: the last norm always stays in memory, and so do positions and scores of entries.
-        kv: Shares of the same tiers; they sum to 1.
+        kv: Shares of the same tiers; they sum to 1. Layers whose KV is on the host or a disk attend on the host. "host"
+            alone is the device's memory where there is one; {"device": 0, "host": 1} is the host's.
         ends: Tier of embeddings and head. On the "disk" the head is read in tiles after the layers of each sweep, and
             of embeddings the rows of the sweep's tokens.
         schedule: "row" runs one micro-batch in each sweep over the layers; "zigzag" runs all micro-batches of a block
@@ -154,6 +155,19 @@ class Plan:
         kept = set(spread(self._whole(1 - self.share("kv", DISK), n_layers), n_layers))
         return tuple(i for i in range(n_layers) if i not in kept)
 
+    def kv_layers_on_host(self, n_layers: int) -> tuple[int, ...]:
+        """Return the indices of the layers that attend on the host of a device, those with KV on a disk among them.
+
+        Those with KV on the device are as many as their share holds, rounded down.
+        """
+        if self.kv == {HOST: 1.0}:
+            return ()
+        on_disk = set(self.kv_layers_on_disk(n_layers))
+        here = [i for i in range(n_layers) if i not in on_disk]
+        n = min(self._whole(self.share("kv", DEVICE), n_layers), len(here))
+        on_device = {here[i] for i in spread(n, len(here))}
+        return tuple(i for i in range(n_layers) if i not in on_device)
+
     @staticmethod
     def _whole(share: float, n_layers: int) -> int:
         """Return how many whole layers a share holds."""
@@ -183,7 +197,7 @@ def spread(n: int, among: int) -> tuple[int, ...]:
 
 
 def _shares(name: str, shares: object) -> dict[str, float]:
-    """Return checked shares, in the order of the tiers, without those that are 0."""
+    """Return checked shares, in the order of the tiers, without those that are 0 but a device's of KV."""
     if not isinstance(shares, Mapping):
         raise OptionError(f"plan: {name}={shares!r} must name shares of tiers, such as {{'host': 0.5, 'disk': 0.5}}")
     for tier, share in shares.items():
@@ -195,7 +209,8 @@ def _shares(name: str, shares: object) -> dict[str, float]:
     if abs(total - 1) > _ROUNDING:
         shares_text = ", ".join(f"{tier} {share:g}" for tier, share in shares.items()) or "none"
         raise OptionError(f"plan: shares of {name} ({shares_text}) sum to {total:g}; they must sum to 1")
-    return {tier: float(shares[tier]) for tier in TIERS if shares.get(tier)}
+    named = (DEVICE,) if name == "kv" else ()  # a device that holds none is one all the same
+    return {tier: float(shares[tier]) for tier in TIERS if shares.get(tier) or (tier in named and tier in shares)}
 
 
 def _at_least(name: str, value: object, min_value: int) -> None:

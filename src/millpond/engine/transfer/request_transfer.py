@@ -57,6 +57,8 @@ class RequestTransfer:
         cache_factory = state.group.cache_factory
         if cache_factory.tier is not None:
             raise OptionError("keys and values on a disk do not move: use engines that keep them in memory")
+        if cache_factory.host_kv is not None:
+            raise OptionError("keys and values on several tiers do not move: use engines that keep them in one memory")
         if state.replaying:
             raise OptionError(
                 f"request {state.request.request_id!r} is read again, since a pass failed that it had a part of; call "
