@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+from millpond.cache.pages.tier_limits import TierLimits
 from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
-from millpond.engine.offload.open import Opened
+from millpond.engine.offload.open import Opened, open_in_memory
 from millpond.engine.offload.open_on_device import open_on_device
 from millpond.engine.offload.plan import Plan
+from millpond.errors import BudgetError, OptionError
 from millpond.models.load import load_model
 from millpond.tiers.cuda import CudaDevice
 from millpond.tiers.devices import Device, SimulatedDevice
 from tests.engine.test_offload import answers, in_memory, options
+from tests.helpers.hf.families import family
 from tests.helpers.tiers.fake_cuda import FakeCuda
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -47,12 +50,12 @@ def engine_of(found: Opened) -> Engine:
     return Engine(found.model, None, found.config, streamed=found.streamed, tier=found.tier, host_kv=found.host_kv)
 
 
-def simulated() -> Device:
-    return SimulatedDevice(CAP)
+def simulated(capacity: int = CAP) -> Device:
+    return SimulatedDevice(capacity)
 
 
-def fake_cuda() -> Device:
-    return CudaDevice(CPU, CAP, cuda=FakeCuda())
+def fake_cuda(capacity: int = CAP) -> Device:
+    return CudaDevice(CPU, capacity, cuda=FakeCuda())
 
 
 DEVICES = [simulated, fake_cuda]
@@ -113,3 +116,131 @@ def test_methods_that_evict_and_codes(method: str, folders: dict[str, Path]) -> 
         assert answers(engine) == answers(expected)
         engine.close()
         expected.close()
+
+
+@pytest.mark.parametrize(("codes", "make"), [("int8", simulated), ("int4", fake_cuda)])
+def test_codes_of_weights_go_to_the_device(codes: str, make: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    family("llama").make(num_hidden_layers=5, hidden_size=128, intermediate_size=64).save_pretrained(folder)
+    plan, config = plan_of({"device": 0.4, "host": 0.6}, weights=WEIGHTS[1]), {"weights": codes}
+    on_host = open_in_memory(folder, None, Plan(prompt_rows=64), None, options_with(config), disk=tmp_path)
+    expected = Engine(on_host.model, None, on_host.config, streamed=on_host.streamed)
+    right = answers(expected)
+    expected.close()
+    assert len(set(right)) > 5
+    found = opened(folder, plan, make(2 * CAP), config=config, disk=tmp_path)
+    engine = engine_of(found)
+    assert answers(engine) == right
+    plain = opened(folder, plan, make(2 * CAP))
+    slots = [one.ledger.by_purpose("device")["slots"] for one in (found, plain)]
+    assert slots[0] < 0.5 * slots[1]
+    for one in (engine, engine_of(plain)):
+        one.close()
+
+
+def options_with(config: dict[str, Any]) -> EngineConfig:
+    return EngineConfig(**options("full") | {"max_step_tokens": 64} | config)
+
+
+def kv_bytes(found: Opened) -> dict[str, int]:
+    """Return the bytes that each side has for KV."""
+    assert found.host_kv is not None
+    limits = found.host_kv.limits
+    return {"device": limits.near.limit_bytes or 0, "host": limits.far.limit_bytes or 0}
+
+
+@pytest.mark.parametrize(
+    ("kv", "nbytes"), [({"device": 0.4, "host": 0.6}, 1 << 20), ({"device": 0.8, "disk": 0.2}, 3 << 19)], ids=str
+)
+def test_each_side_keeps_its_cap_where_little_fits(kv: dict[str, float], nbytes: int, folders: dict[str, Path]) -> None:
+    """With room for two or three of nine sequences requests wait or are preempted, and no side takes more."""
+    found = opened(folders["llama"], plan_of(kv), simulated(), config={"kv_memory": nbytes})
+    given = kv_bytes(found)
+    assert sum(given.values()) == nbytes
+    assert found.ledger.by_purpose("device")["kv"] == given["device"]
+    assert found.ledger.by_purpose("host")["kv"] == given["host"]
+    engine = engine_of(found)
+    most = {"device": 0, "host": 0}
+    limits = found.host_kv.limits  # type: ignore[union-attr]
+    step = engine.step
+
+    def watched() -> Any:
+        outputs = step()
+        most["device"], most["host"] = max(most["device"], limits.near.nbytes), max(most["host"], limits.far.nbytes)
+        return outputs
+
+    engine.step = watched  # type: ignore[method-assign]
+    assert answers(engine) == in_memory("llama", "full")
+    assert 0 < most["device"] <= given["device"]
+    assert 0 < most["host"] <= given["host"]
+    engine.check_integrity()
+    engine.close()
+
+
+def test_a_request_that_one_side_cannot_hold_is_refused(folders: dict[str, Path]) -> None:
+    found = opened(folders["llama"], plan_of({"device": 0.2, "host": 0.8}), simulated(), config={"kv_memory": 400_000})
+    engine = engine_of(found)
+    assert any(isinstance(one, BudgetError) for one in answers_or_refusals(engine))
+    engine.close()
+
+
+def answers_or_refusals(engine: Engine) -> list[Any]:
+    try:
+        return answers(engine)
+    except BudgetError as error:
+        return [error]
+
+
+def test_too_little_of_one_side(folders: dict[str, Path]) -> None:
+    with pytest.raises(BudgetError, match="that device_memory leaves for KV"):
+        opened(folders["llama"], plan_of({"device": 0.4, "host": 0.6}), simulated(), config={"kv_memory": 60 << 20})
+    with pytest.raises(BudgetError, match=r"takes .* bytes of the tier 'host'"):
+        opened(folders["llama"], plan_of({"device": 0.4, "host": 0.6}), simulated(), memory=100_000)
+
+
+@pytest.mark.parametrize("method", ["streaming", "infllm"])
+def test_methods_that_turn_keys_need_them_on_the_device(method: str, folders: dict[str, Path]) -> None:
+    found = opened(folders["llama"], plan_of({"device": 0.4, "host": 0.6}), simulated(), method)
+    with pytest.raises(OptionError, match="is on the device; keep KV there"):
+        engine_of(found)
+
+
+def test_a_link_with_a_bandwidth_takes_its_time() -> None:
+    slept: list[float] = []
+    device = SimulatedDevice(bytes_per_s=1e6, sleep=slept.append)
+    source = torch.arange(1 << 18, dtype=torch.float32)
+    (here,) = device.down(source)
+    there = device.up(here)
+    assert bool((there == source).all())
+    assert there.data_ptr() != here.data_ptr() != source.data_ptr()
+    assert (device.bytes_down, device.bytes_copied) == (1 << 20, 1 << 20)
+    assert all(0.5 < one <= 1.05 for one in slept)
+    assert len(slept) == 2
+    device.close()
+
+
+def test_tensors_pass_pinned_memory_of_a_gpu_in_order() -> None:
+    cuda = FakeCuda()
+    device = CudaDevice(CPU, cuda=cuda)
+    small, large = torch.arange(7, dtype=torch.float16), torch.randn(3, 1 << 18)
+    here = device.down(small, large.t())
+    assert torch.equal(here[0], small)
+    assert torch.equal(here[1], large.t())
+    assert cuda.log[-2:] == ["record main", "synchronize"], "the host waits for the copies of one call together"
+    assert torch.equal(device.up(large), large)
+    assert len(cuda.pinned) == 2, "the memory of each way is pinned once"
+    again = device.up(small)
+    assert cuda.log[-2:] == ["synchronize", "record main"], "the copy before has left the pinned memory"
+    assert torch.equal(again, small)
+    device.close()
+    assert not cuda.pinned
+
+
+def test_limits_of_two_tiers_scale_needs_to_the_fuller_one() -> None:
+    both = TierLimits(100, 300)
+    assert (both.limit_bytes, both.scaled(50, 30), both.scaled(10, 150)) == (400, 200, 200)
+    assert both.scaled(101, 0) > 400
+    assert TierLimits(None, 300).scaled(10**9, 150) == 150
+    assert TierLimits(0, 300).scaled(1, 1) > 300
+    assert TierLimits(0, 300).scaled(0, 300) == 300
+    assert TierLimits(None, None).limit_bytes is None

@@ -143,10 +143,7 @@ def open_in_memory(
     if disk_folder is not None:
         check_folder(disk_folder)
     elif config.weights is not None and not in_memory:
-        raise OptionError(
-            f"weights={config.weights!r} with memory= or plan=: packed weights are kept in a file; name a folder for "
-            "it with disk="
-        )
+        raise no_folder(config.weights)
     skeleton = Skeleton.of(folder, DTYPES.get(str(dtype)) if in_memory else None)
     check_dtype(dtype, skeleton)
     limit = None if memory is None else parse_bytes(memory)
@@ -199,7 +196,7 @@ def open_in_memory(
     ledger = Ledger([Tier(HOST, "host", limit), Tier(DISK, "disk"), *([] if device is None else [device.tier])])
     for purpose, nbytes in {**step.by_purpose, "slots for prompts": store_bytes}.items():
         ledger.take(HOST, purpose, nbytes)
-    sizes = _sizes(skeleton, name, disk_folder, config.weights, report)
+    sizes = weight_sizes(skeleton, name, disk_folder, config.weights, report)
     streamed: StreamedLayers | None = None
     if streamed_layers or ends_on_disk or config.weights is not None or device is not None:
         with MemoryPacker(sizes, report) if in_memory else nullcontext() as pack:
@@ -251,7 +248,14 @@ def open_in_memory(
     return Opened(model, config, streamed, tier, placement, ledger)
 
 
-def _sizes(
+def no_folder(weights: str) -> OptionError:
+    """Return the error of weights in codes without a folder for their file."""
+    return OptionError(
+        f"weights={weights!r} with memory= or plan=: packed weights are kept in a file; name a folder for it with disk="
+    )
+
+
+def weight_sizes(
     skeleton: Skeleton, name: str | PathLike[str], disk: Path | None, weights: str | None, report: Report | None
 ) -> WeightSizes:
     """Return the layout of the weights; those in codes are first packed into a file if needed."""

@@ -18,11 +18,22 @@ from millpond.engine.config import EngineConfig
 from millpond.engine.offload.cost import StepMemory
 from millpond.engine.offload.kv_size import KVSize, kv_size, planned
 from millpond.engine.offload.model_size import ModelSize, fingerprint, size_of
-from millpond.engine.offload.open import Opened, Placement, check_dtype, folder_of, kv_of, kv_slot_bytes, with_plan
+from millpond.engine.offload.open import (
+    Opened,
+    Placement,
+    check_dtype,
+    folder_of,
+    kv_of,
+    kv_slot_bytes,
+    no_folder,
+    weight_sizes,
+    with_plan,
+)
 from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, TIERS, Capabilities, Plan, spread
 from millpond.engine.offload.planner import Workload, usual_workloads
-from millpond.errors import BudgetError, OptionError
-from millpond.models.weights.sizes import WeightSizes
+from millpond.errors import BudgetError
+from millpond.models.cache_folder import check_folder
+from millpond.models.weights.packed_file import Report
 from millpond.models.weights.skeleton import Skeleton
 from millpond.models.weights.streamed import StreamedLayers
 from millpond.tiers.cuda import Bandwidths, CudaDevice
@@ -166,12 +177,14 @@ def open_on_device(
     disk: str | PathLike[str] | None = None,
     workload: Workload | None = None,
     device: Device | None = None,
+    report: Report | None = None,
     tiered: Mapping[str, Any] | None = None,
     **streaming: Any,
 ) -> Opened:
     """Open the model in a folder so that it takes at most `device_memory` of the device.
 
-    Weights, KV and the buffers of a step count.
+    Weights, KV and the buffers of a step count. Matrices in codes (`config.weights`) pass the link as codes, which the
+    device widens some rows at a time.
 
     Args:
         name: Name or folder of the model.
@@ -181,27 +194,30 @@ def open_on_device(
         plan: Placement to use; None searches for the fastest.
         dtype: Must equal the saved dtype, if it is given at all.
         config: Settings of the engine.
-        disk: A folder for KV that a plan puts on the disk; None: the model's folder.
+        disk: A folder for packed weights, and for KV that a plan puts on the disk; None: KV is in the model's folder.
         workload: Workload that a plan is made for.
         device: Device to use, one that can be measured where there is no plan; None: made here.
+        report: Called with the progress of packing.
         tiered: Further arguments of `DiskTier`.
         **streaming: Arguments of `StreamedLayers`.
 
     Raises:
         BudgetError: less memory than the smallest that runs.
-        OptionError: no folder of safetensors, another dtype than the saved one, weights in codes, or a plan that a
-            device does not run.
+        OptionError: no folder of safetensors, another dtype than the saved one, weights in codes without a folder, a
+            disk folder that is missing or cannot be written, or a plan that a device does not run.
         DataError, UnsupportedModelError: as `Skeleton.of`.
     """
-    if config.weights is not None:
-        raise OptionError(f"weights={config.weights!r}: products with codes run on a CPU; leave it or device out")
+    if disk is not None:
+        check_folder(Path(disk))
+    elif config.weights is not None:
+        raise no_folder(config.weights)
     folder = folder_of(name, dtype)
     skeleton = Skeleton.of(folder)
     check_dtype(dtype, skeleton)
     capacity = None if device_memory is None else parse_bytes(device_memory)
     limit = None if memory is None else parse_bytes(memory)
     device = device or CudaDevice(gpu, capacity)
-    size, searched_plan = size_of(folder, skeleton), None
+    size, searched_plan = size_of(folder, skeleton, config.weights), None
     if plan is None:
         assert capacity is not None, "checked by those who ask for it"
         assert isinstance(device, CudaDevice), "one that can be measured"
@@ -210,7 +226,7 @@ def open_on_device(
     else:
         ON_DEVICE.check(plan)
         if plan.model:
-            plan.check_model(fingerprint(skeleton))
+            plan.check_model(fingerprint(skeleton, config.weights))
     config = with_plan(config, plan)
     n, step = len(size.layers), StepMemory.of(size, step_tokens=plan.prompt_rows, running=config.max_running)
     on_device, on_disk = plan.device_layers(n), plan.streamed_layers(n)
@@ -220,7 +236,7 @@ def open_on_device(
         ledger.take(DEVICE, purpose, nbytes)
     streamed = StreamedLayers(
         skeleton,
-        WeightSizes(skeleton),
+        weight_sizes(skeleton, name, None if disk is None else Path(disk), config.weights, report),
         ledger,
         kept=kept,
         n_slots=min(plan.slots, len(kept) + len(on_disk)),
