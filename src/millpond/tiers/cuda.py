@@ -16,15 +16,18 @@ from millpond.tiers.ledger import Tier
 
 #: Bytes that are copied to learn how fast the link and the device's memory are, and how often.
 _PROBE_BYTES, _PROBES = 64 << 20, 4
+#: Width of the products that are timed.
+_PRODUCT_WIDTH = 4096
 #: Least bytes of pinned memory that tensors pass on their way to and from a device.
 _STAGE_BYTES = 1 << 20
 
 
 class Bandwidths(NamedTuple):
-    """Bytes per second: of the link from pinned memory, and of reads on the device."""
+    """Bytes per second of the link from pinned memory and of reads on the device, and FLOP per second of products."""
 
     link: float
     memory: float
+    flops: float = 1e13
 
 
 class CudaCopy:
@@ -171,7 +174,20 @@ class CudaDevice:
         self._unpin(self._pinned.pop())
         self.bytes_copied -= _PROBES * _PROBE_BYTES
         link, copied = (_PROBE_BYTES / min(column) for column in zip(*times, strict=True))
-        return Bandwidths(link, 2 * copied)  # a copy reads and writes
+        return Bandwidths(link, 2 * copied, self._flops())  # a copy reads and writes
+
+    def _flops(self) -> float:
+        """Return the FLOP per second of large products in 16 bits."""
+        n = _PRODUCT_WIDTH if self.where.type == "cuda" else _PRODUCT_WIDTH // 16
+        matrix = torch.ones(n, n, dtype=torch.bfloat16, device=self.where)
+        times: list[float] = []
+        for _ in range(_PROBES):
+            self._cuda.synchronize(self.where)
+            began = time.perf_counter()
+            torch.mm(matrix, matrix)
+            self._cuda.synchronize(self.where)
+            times.append(time.perf_counter() - began)
+        return float(2 * n**3 / min(times))
 
     def close(self) -> None:
         """End the copies, and unpin memory; a second call changes nothing."""

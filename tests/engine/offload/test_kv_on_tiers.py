@@ -13,12 +13,14 @@ import torch
 from millpond.cache.pages.tier_limits import TierLimits
 from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
+from millpond.engine.offload.model_size import model_size
 from millpond.engine.offload.open import Opened, open_in_memory
 from millpond.engine.offload.open_on_device import open_on_device
 from millpond.engine.offload.plan import Plan
+from millpond.engine.offload.planner import EXAMPLE, Workload
 from millpond.errors import BudgetError, OptionError
 from millpond.models.load import load_model
-from millpond.tiers.cuda import CudaDevice
+from millpond.tiers.cuda import Bandwidths, CudaDevice
 from millpond.tiers.devices import Device, SimulatedDevice
 from tests.engine.test_offload import answers, in_memory, options
 from tests.helpers.hf.families import family
@@ -244,3 +246,52 @@ def test_limits_of_two_tiers_scale_needs_to_the_fuller_one() -> None:
     assert TierLimits(0, 300).scaled(1, 1) > 300
     assert TierLimits(0, 300).scaled(0, 300) == 300
     assert TierLimits(None, None).limit_bytes is None
+
+
+FAST = Bandwidths(link=1e9, memory=1e11, flops=1e12)
+
+
+class MeasuredDevice(CudaDevice):
+    """A device whose speeds are given."""
+
+    def measure(self) -> Bandwidths:
+        return FAST
+
+
+def searched(folder: Path, capacity: int, memory: int, **more: Any) -> Opened:
+    device = MeasuredDevice(CPU, capacity, cuda=FakeCuda())
+    config = EngineConfig(**options("full") | {"max_step_tokens": 64})
+    given = {"machine": EXAMPLE, "workload": Workload(prompt=230, new=16), "device": device} | more
+    return open_on_device(folder, CPU, capacity, memory, None, None, config, **given)
+
+
+def test_all_six_shares_come_from_the_linear_program(folders: dict[str, Path], tmp_path: Path) -> None:
+    """With less memory of the device its shares fall, of both kinds, and with less of the host the disk's rise."""
+    folder = folders["llama"]
+    size = model_size(folder)
+    roomy = searched(folder, 64 << 20, 64 << 20, disk=tmp_path)
+    assert roomy.placement.plan.weights == {"device": 1.0}
+    assert roomy.placement.plan.kv == {"device": 1.0}
+    step = roomy.ledger.by_purpose("device")
+    ends = size.end_bytes + step["activations"] + step["logits"]
+    roomy.streamed.close()  # type: ignore[union-attr]
+    used: set[tuple[str, str]] = set()
+    for more in (0.3, 0.6, 1.0):
+        for memory in (10 << 20, 12 << 20, 64 << 20):
+            capacity = int(ends + 2 * size.slot_bytes + more * size.layer_bytes)
+            try:
+                found = searched(folder, capacity, memory, disk=tmp_path)
+            except BudgetError:
+                continue
+            plan = found.placement.plan
+            used |= {("weights", tier) for tier in plan.weights} | {("kv", tier) for tier in plan.kv if plan.kv[tier]}
+            assert found.ledger.peak("device") <= capacity
+            assert found.ledger.peak("host") <= memory
+            assert plan.prediction is not None
+            assert sum(plan.prediction.bytes["device"].values()) <= capacity
+            assert sum(plan.prediction.bytes["host"].values()) <= memory
+            assert "their KV: " in str(found.placement)
+            engine = engine_of(found)
+            assert answers(engine) == in_memory("llama", "full")
+            engine.close()
+    assert len(used) == 6, used

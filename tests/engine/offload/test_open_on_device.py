@@ -111,7 +111,7 @@ def test_what_a_device_does_not_run(folders: dict[str, Path]) -> None:
         ({"device_memory": "1GiB"}, "device_memory='1GiB' is memory of an accelerator"),
         ({"device_memory": "1GiB", "device": "cpu"}, "and device='cpu' is none"),
         ({"memory": "1GiB", "device": "cuda"}, "needs device_memory="),
-        ({"device_memory": "1GiB", "device": "cuda", "machine": "."}, "machine= is for models on the CPU"),
+        ({"device_memory": "1GiB", "device": "cuda", "machine": "."}, "machine= is for a plan inside"),
         ({"device": "gpu0"}, "device='gpu0'"),
         ({"device": "mps", "device_memory": "1GiB"}, "are for 'cuda' devices and the CPU"),
         ({"device": "cuda:77"}, "device='cuda:77': torch cannot use it here"),

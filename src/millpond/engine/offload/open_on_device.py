@@ -16,7 +16,9 @@ from millpond.cache.pages.tier_limits import TierLimits
 from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.engine.config import EngineConfig
 from millpond.engine.offload.cost import StepMemory
+from millpond.engine.offload.device_search import fastest_device_plan
 from millpond.engine.offload.kv_size import KVSize, kv_size, planned
+from millpond.engine.offload.machine import Accelerator, MachineConstants
 from millpond.engine.offload.model_size import ModelSize, fingerprint, size_of
 from millpond.engine.offload.open import (
     Opened,
@@ -31,6 +33,7 @@ from millpond.engine.offload.open import (
 )
 from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, TIERS, Capabilities, Plan, spread
 from millpond.engine.offload.planner import Workload, usual_workloads
+from millpond.engine.offload.search import Limits
 from millpond.errors import BudgetError
 from millpond.models.cache_folder import check_folder
 from millpond.models.weights.packed_file import Report
@@ -175,6 +178,7 @@ def open_on_device(
     config: EngineConfig,
     *,
     disk: str | PathLike[str] | None = None,
+    machine: MachineConstants | None = None,
     workload: Workload | None = None,
     device: Device | None = None,
     report: Report | None = None,
@@ -191,10 +195,12 @@ def open_on_device(
         gpu: The GPU.
         device_memory: "16GiB" or bytes; None: no limit, which a plan needs.
         memory: Limit of weights and KV in the host's memory; None: no limit.
-        plan: Placement to use; None searches for the fastest.
+        plan: Placement to use; None searches for the fastest: with `memory` over all shares of weights and KV, without
+            it with all KV on the device.
         dtype: Must equal the saved dtype, if it is given at all.
         config: Settings of the engine.
         disk: A folder for packed weights, and for KV that a plan puts on the disk; None: KV is in the model's folder.
+        machine: Constants of the host, for a plan that is searched for; None: measured once and kept.
         workload: Workload that a plan is made for.
         device: Device to use, one that can be measured where there is no plan; None: made here.
         report: Called with the progress of packing.
@@ -217,13 +223,34 @@ def open_on_device(
     capacity = None if device_memory is None else parse_bytes(device_memory)
     limit = None if memory is None else parse_bytes(memory)
     device = device or CudaDevice(gpu, capacity)
-    size, searched_plan = size_of(folder, skeleton, config.weights), None
+    size, said = size_of(folder, skeleton, config.weights), tuple[str, ...]()
     if plan is None:
         assert capacity is not None, "checked by those who ask for it"
         assert isinstance(device, CudaDevice), "one that can be measured"
-        searched_plan = device_plan(size, config, capacity, limit, device.measure(), workload)
-        plan = searched_plan.plan
+        speed = device.measure()
+        if limit is None:
+            searched = device_plan(size, config, capacity, None, speed, workload)
+            plan, workload, said = searched.plan, searched.workload, (str(searched),)
+        else:
+            plan, workload = fastest_device_plan(
+                size,
+                config,
+                Limits(
+                    memory=limit,
+                    device_memory=capacity,
+                    sequences=config.max_running,
+                    prompt_rows=config.max_step_tokens,
+                    kv=config.kv_limit,
+                ),
+                Accelerator(flops=speed.flops, memory_per_s=speed.memory, link_per_s=speed.link),
+                _capabilities(config),
+                None if disk is None else Path(disk),
+                machine,
+                workload,
+                report,
+            )
     else:
+        workload = None
         ON_DEVICE.check(plan)
         if plan.model:
             plan.check_model(fingerprint(skeleton, config.weights))
@@ -267,8 +294,14 @@ def open_on_device(
     bytes_by_tier = {DEVICE: ledger.by_purpose(DEVICE), HOST: ledger.by_purpose(HOST)}
     if on_disk:
         bytes_by_tier[DISK] = {"weights": sum(size.layers[index].n_bytes for index in on_disk)}
-    placement = _placement(plan, bytes_by_tier, limit, searched_plan)
+    placement = Placement(plan=plan, bytes=bytes_by_tier, memory_bytes=limit, workload=workload, said=said)
     return Opened(streamed.model, config, streamed, tier, placement, ledger, host_kv)
+
+
+def _capabilities(config: EngineConfig) -> Capabilities:
+    """Return the placements that a plan that is searched for may use: with some settings one memory holds all KV."""
+    one_memory = config.prefix_cache or config.overflow == "rolling"
+    return replace(ON_DEVICE, kv=(DEVICE,)) if one_memory else ON_DEVICE
 
 
 def _kv_memory(
@@ -306,13 +339,3 @@ def _kv_memory(
             ledger.take(side, "kv", taken)
     whole = TierLimits(limits[DEVICE], limits[HOST], pinned=tier is not None)
     return config, HostKV(host_layers, device, whole)
-
-
-def _placement(
-    plan: Plan, bytes_by_tier: Mapping[str, Mapping[str, int]], limit: int | None, searched_plan: DevicePlan | None
-) -> Placement:
-    if searched_plan is None:
-        return Placement(plan=plan, bytes=bytes_by_tier, memory_bytes=limit)
-    return Placement(
-        plan=plan, bytes=bytes_by_tier, memory_bytes=limit, workload=searched_plan.workload, said=(str(searched_plan),)
-    )

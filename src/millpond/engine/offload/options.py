@@ -73,8 +73,8 @@ class LoadOptions(LoadSettings):
         if self.gpu is not None and self.is_limited:
             if self.gpu.type != "cuda":
                 raise OptionError(f"device={self.device!r}: memory limits and plans are for 'cuda' devices and the CPU")
-            if self.machine is not None:
-                raise OptionError(f"machine= is for models on the CPU; with device={self.device!r} leave it out")
+            if self.machine is not None and self.memory is None:
+                raise OptionError("machine= is for a plan inside the host's memory; give memory=, or leave it out")
             if self.plan in (None, AUTO) and self.device_memory is None:
                 raise OptionError(
                     f"memory= with device={self.device!r} needs device_memory=, such as '16GiB', or a plan"
@@ -147,6 +147,7 @@ class LoadOptions(LoadSettings):
                     dtype,
                     config,
                     disk=self.disk,
+                    machine=self.machine,
                     workload=workload,
                     report=report,
                     verify=self.verify,

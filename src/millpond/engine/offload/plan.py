@@ -225,6 +225,9 @@ def sentences(plan: Plan) -> Iterator[str]:
     disk = plan.share("weights", DISK)
     read = f", {disk:.0%} of the layers read in every sweep through {plan.slots} slots" if disk else ""
     ends = ", embeddings and head read from the disk" if plan.ends == DISK else ""
+    if DEVICE in plan.kv:
+        shares = ", ".join(f"{share:.0%} {tier}" for tier, share in plan.kv.items() if share)
+        yield f"layers: {', '.join(f'{share:.0%} {tier}' for tier, share in plan.weights.items())}; their KV: {shares}"
     yield (
         f"block: {plan.block} sequences, micro-batch {plan.micro_batch}, {plan.prompt_rows} prompt tokens a sweep, "
         f"schedule {plan.schedule}{read}{ends}"
