@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,16 @@ import torch
 from millpond.cache.pages.tier_limits import TierLimits
 from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
+from millpond.engine.offload.cost import BlockShape, CostModel
+from millpond.engine.offload.device_search import best_shares
+from millpond.engine.offload.kv_size import kv_size
+from millpond.engine.offload.machine import Accelerator
 from millpond.engine.offload.model_size import model_size
 from millpond.engine.offload.open import Opened, open_in_memory
-from millpond.engine.offload.open_on_device import open_on_device
+from millpond.engine.offload.open_on_device import ON_DEVICE, open_on_device
 from millpond.engine.offload.plan import Plan
 from millpond.engine.offload.planner import EXAMPLE, Workload
+from millpond.engine.offload.search import Limits, fits
 from millpond.errors import BudgetError, OptionError
 from millpond.models.load import load_model
 from millpond.tiers.cuda import Bandwidths, CudaDevice
@@ -294,4 +300,32 @@ def test_all_six_shares_come_from_the_linear_program(folders: dict[str, Path], t
             engine = engine_of(found)
             assert answers(engine) == in_memory("llama", "full")
             engine.close()
-    assert len(used) == 6, used
+    assert used == {(kind, tier) for kind in ("weights", "kv") for tier in ("device", "host", "disk")} - {
+        ("kv", "disk")
+    }
+
+
+def test_kv_goes_to_a_disk_where_neither_side_holds_it(tmp_path: Path) -> None:
+    """With room for a quarter of its KV on each side some goes to a disk; with room for all of it none does."""
+    pytest.importorskip("scipy")
+    family("llama").make(num_hidden_layers=24, max_position_embeddings=2048).save_pretrained(tmp_path)
+    size = model_size(tmp_path)
+    machine = replace(EXAMPLE, accelerator=Accelerator(flops=1e12, memory_per_s=1e11, link_per_s=1e9))
+    cost = CostModel(size, kv_size(size, 1024, 512, method="full"), machine)
+    block = BlockShape(sequences=64, micro_batch=8, prompt_rows=64, slots=2)
+    whole = 64 * cost.kv.held
+    ends = {tier: sum(term.constant for term in terms) for tier, terms in cost.bytes(block).items()}
+    found = {}
+    for part in (4, 1):
+        room = {tier: int(ends[tier] + size.layer_bytes + whole / part) for tier in ("device", "host")}
+        windows = sum(term.with_disk for term in cost.bytes(block)["host"]) * (part > 1)
+        limits = Limits(device_memory=room["device"], memory=room["host"] + int(windows))
+        shares = best_shares(cost, block, limits, ON_DEVICE)
+        assert shares is not None
+        assert fits(cost.bytes(block), shares, limits)
+        assert sum(shares.values()) == pytest.approx(2)
+        found[part] = shares
+    assert found[4]["kv disk"] > 0.3 > found[1]["kv disk"] == 0
+    assert found[4]["kv device"] < found[1]["kv device"]
+    n = len(size.layers)
+    assert all(share * n == pytest.approx(round(share * n)) for share in found[4].values())
