@@ -139,7 +139,7 @@ class CacheFactory(CacheLayout):
             policy = rolling_policy(policy, method, bool(codecs_of(stored)))
         CacheSpec(policy, kept, stored).check()
         if host_kv is not None:
-            check_on_host(method, policy)
+            check_on_host(method, policy, host_kv, bool(codecs_of(stored)))
             self.on_host, self.tier_limits = host_kv.layers, host_kv.limits
         pools = pools_by_layer(
             stored,
@@ -193,7 +193,7 @@ class CacheFactory(CacheLayout):
         """Return what makes the cache of a layer."""
         if self.host_kv is None or layer not in self.host_kv.layers:
             return LayerCache
-        return partial(HostLayerCache, link=self.host_kv.link)
+        return partial(HostLayerCache, host_kv=self.host_kv)
 
     def _layer_caches(self, tracker: PositionTracker, prompt: int) -> list[LayerCache]:
         def entries(layer: int, table: PageTable, sequence: int, seen: int) -> int:
@@ -221,12 +221,19 @@ class CacheFactory(CacheLayout):
         return layer_caches
 
 
-def check_on_host(method: str, policy: Policy) -> None:
+def check_on_host(method: str, policy: Policy, host_kv: HostKV, has_codes: bool) -> None:
     """Check that the layers of a method can attend on different sides of a link.
 
     Raises:
-        OptionError: it compares all layers, or turns keys by the rotation of the model on the device.
+        OptionError: it compares all layers, or turns keys by the rotation of the model on the device; or values are
+            sparse, and entries leave or are in codes.
     """
+    if host_kv.sparse is not None and (not policy.keeps_all or policy.needs.block_lookup is not None or has_codes):
+        raise OptionError(
+            f"plan: values={host_kv.sparse.share:g} reads some values of plain entries that all stay, and method "
+            f"{method!r} {'stores codes' if has_codes else 'chooses entries itself'}; take method='full' with "
+            "codec='auto', or values=1"
+        )
     if policy.needs_all_layers:
         raise OptionError(
             f"method {method!r} compares all layers when it plans, and some attend on the host; keep KV on the device "

@@ -12,10 +12,12 @@ from typing import Protocol
 from torch import Tensor
 
 from millpond.cache.attention.paged import PagedAttention
+from millpond.cache.attention.sparse_values import SparseValues
+from millpond.cache.pages.page_table import PageTable
 from millpond.cache.types import PromptChunk
 from millpond.kernels import ops
 from millpond.kernels.args import AttentionShape, PrefillArgs
-from millpond.kernels.decode_rules import Reduce
+from millpond.kernels.decode_rules import DecodeRule, Reduce
 from millpond.kernels.eager.softmax import lse_merge
 from millpond.kernels.scattered_rows import attend_part
 
@@ -77,9 +79,18 @@ class HostAttention(PagedAttention):
 
     Attributes:
         near: Rows of the running pass on the device, set by `HostLayerCache`; None while all of it is on the host.
+        sparse: Sparse values of decoding steps; None to read all. Layers with a window read all that it shows.
     """
 
     near: NearPass | None = None
+    sparse: SparseValues | None = None
+
+    def step(
+        self, table: PageTable, rule: DecodeRule, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if self.sparse is None or self.shape.window or not bool((q_pos >= 0).any()):
+            return super().step(table, rule, q, k, v, q_pos)
+        return self.sparse.step(table, self.shape, q, k, v, q_pos)
 
     def chunk(
         self, chunk: PromptChunk, reduce: Reduce | None, decay: float = 1.0

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from millpond.cache.attention.host_attention import HostAttention, Link, NearPass
+from millpond.cache.attention.sparse_values import SparseValues
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.layer.prompt_pass import PartialSpan
 from millpond.cache.pages.tier_limits import TierLimits
@@ -22,11 +23,13 @@ class HostKV:
         layers: Indices of the layers.
         link: Copies between the host and the device.
         limits: Limits of all pages on the device and in the host's memory.
+        sparse: Sparse values of decoding steps of these layers; None: all values are read.
     """
 
     layers: frozenset[int]
     link: Link
     limits: TierLimits
+    sparse: SparseValues | None = None
 
 
 class HostLayerCache(LayerCache):
@@ -37,16 +40,16 @@ class HostLayerCache(LayerCache):
 
     Args:
         *args: As of `LayerCache`.
-        link: Copies between the host and the device.
+        host_kv: The layers on the host, of which it is one.
         **more: As of `LayerCache`.
     """
 
     _attention_type = HostAttention
     attention: HostAttention
 
-    def __init__(self, *args: Any, link: Link, **more: Any) -> None:
+    def __init__(self, *args: Any, host_kv: HostKV, **more: Any) -> None:
         super().__init__(*args, **more)
-        self._link = link
+        self._link, self.attention.sparse = host_kv.link, host_kv.sparse
         self._is_down = False  # what `attend` gets is on the host already
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from millpond.budget import parse_bytes
+from millpond.cache.attention.sparse_values import SparseValues
 from millpond.cache.layer.host_layer_cache import HostKV
 from millpond.cache.pages.tier_limits import TierLimits
 from millpond.cache.tiered.disk_tier import DiskTier
@@ -285,7 +286,7 @@ def open_on_device(
                 micro_batch=plan.micro_batch,
                 **tiered or {},
             )
-        config, host_kv = _kv_memory(config, ledger, frozenset(host_layers), n, device, tier)
+        config, host_kv = _kv_memory(config, ledger, frozenset(host_layers), n, device, tier, plan.values)
     except BaseException:
         streamed.close()
         if tier is not None:
@@ -311,6 +312,7 @@ def _kv_memory(
     n_layers: int,
     device: Device,
     tier: DiskTier | None,
+    values: float,
 ) -> tuple[EngineConfig, HostKV | None]:
     """Take the memory of KV on both sides; return settings with that of the device, and the layers on the host.
 
@@ -338,4 +340,5 @@ def _kv_memory(
         if (taken := limits[side]) is not None:
             ledger.take(side, "kv", taken)
     whole = TierLimits(limits[DEVICE], limits[HOST], pinned=tier is not None)
-    return config, HostKV(host_layers, device, whole)
+    sparse = None if values == 1 else SparseValues(values)
+    return config, HostKV(host_layers, device, whole, sparse)

@@ -72,6 +72,8 @@ class Plan:
             sequences alike: the last norm always stays in memory, and so do positions and scores of entries.
         kv: Shares of the same tiers; they sum to 1. Layers whose KV is on the host or a disk attend on the host. "host"
             alone is the device's memory where there is one; {"device": 0, "host": 1} is the host's.
+        values: Share of the entries whose values a decoding step reads in layers that attend on the host of a device:
+            those with the most attention, which is computed from all keys. 1 reads all.
         ends: Tier of embeddings and head. On the "disk" the head is read in tiles after the layers of each sweep, and
             of embeddings the rows of the sweep's tokens.
         schedule: "row" runs one micro-batch in each sweep over the layers; "zigzag" runs all micro-batches of a block
@@ -95,6 +97,7 @@ class Plan:
 
     weights: Mapping[str, float] = field(default_factory=lambda: {HOST: 1.0})
     kv: Mapping[str, float] = field(default_factory=lambda: {HOST: 1.0})
+    values: float = 1.0
     ends: Ends = "host"
     schedule: Schedule = "zigzag"
     micro_batch: int = 32
@@ -113,6 +116,13 @@ class Plan:
             raise unknown("place of the ends", str(self.ends), get_args(Ends))
         for name, min_value in (("micro_batch", 1), ("prompt_rows", 1), ("slots", 2)):
             _at_least(name, getattr(self, name), min_value)
+        if isinstance(self.values, bool) or not isinstance(self.values, int | float) or not 0 < self.values <= 1:
+            raise OptionError(f"plan: values={self.values!r} must be a share above 0 and at most 1")
+        if self.values < 1 and (self.kv == {HOST: 1.0} or self.kv.get(DISK)):
+            raise OptionError(
+                f"plan: values={self.values:g} is for entries in the memory of a device's host, such as "
+                "kv={'device': 0.5, 'host': 0.5}; runs of pages are read from a disk whole"
+            )
         if self.block is not None:
             _at_least("block", self.block, 1)
             if self.schedule == "row" and self.block > self.micro_batch:
