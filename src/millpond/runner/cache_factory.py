@@ -225,8 +225,8 @@ def check_on_host(method: str, policy: Policy, host_kv: HostKV, has_codes: bool)
     """Check that the layers of a method can attend on different sides of a link.
 
     Raises:
-        OptionError: it compares all layers, or turns keys by the rotation of the model on the device; or values are
-            sparse, and entries leave or are in codes.
+        OptionError: it compares all layers, or reads what is on the device for each plan; or values are sparse, and
+            entries leave or are in codes.
     """
     if host_kv.sparse is not None and (not policy.keeps_all or policy.needs.block_lookup is not None or has_codes):
         raise OptionError(
@@ -239,10 +239,12 @@ def check_on_host(method: str, policy: Policy, host_kv: HostKV, has_codes: bool)
             f"method {method!r} compares all layers when it plans, and some attend on the host; keep KV on the device "
             "(a plan with kv={'device': 1}), or use a method that plans each layer alone, such as 'h2o' or 'snapkv'"
         )
-    if policy.positions == "cache_relative" or policy.needs_rotation:
+    turns = policy.positions == "cache_relative" or policy.needs_rotation
+    if turns or policy.needs.token_ids or policy.scores_entries:
         raise OptionError(
-            f"method {method!r} turns keys or queries by the model's rotation, which is on the device; keep KV there "
-            "(a plan with kv={'device': 1}), or use a method that scores by attention, such as 'h2o' or 'snapkv'"
+            f"method {method!r} reads the model's rotation, token ids or trained weights, which are on the device; "
+            "keep KV there (a plan with kv={'device': 1}), or use a method that scores by attention, such as 'h2o' or "
+            "'snapkv'"
         )
 
 

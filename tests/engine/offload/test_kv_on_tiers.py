@@ -16,6 +16,7 @@ from millpond.cache.entries.read_write import append
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import PagePool
 from millpond.cache.pages.tier_limits import TierLimits
+from millpond.cache.state.positions import PositionTracker
 from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
 from millpond.engine.offload.cost import BlockShape, CostModel
@@ -212,9 +213,9 @@ def test_too_little_of_one_side(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("method", ["streaming", "infllm"])
-def test_methods_that_turn_keys_need_them_on_the_device(method: str, folders: dict[str, Path]) -> None:
+def test_methods_that_read_what_the_device_has_need_kv_there(method: str, folders: dict[str, Path]) -> None:
     found = opened(folders["llama"], plan_of({"device": 0.4, "host": 0.6}), simulated(), method)
-    with pytest.raises(OptionError, match="is on the device; keep KV there"):
+    with pytest.raises(OptionError, match="which are on the device; keep KV there"):
         engine_of(found)
 
 
@@ -398,3 +399,18 @@ def test_where_values_cannot_be_sparse(folders: dict[str, Path]) -> None:
         )
         with pytest.raises(OptionError, match="reads some values of plain entries that all stay"):
             engine_of(found)
+
+
+def test_positions_are_on_the_side_of_each_layer() -> None:
+    """Layers of one pass share it, and each gets its positions where it attends, whichever is first."""
+    meta = torch.device("meta")
+    for first, other in ((CPU, meta), (meta, CPU)):
+        tracker = PositionTracker()
+        tracker.span(0, 3, 2, None, first)
+        spans = {device: tracker.span(3, 1, 2, None, device) for device in (first, other, first)}
+        assert {device.type: span.q_pos.device.type for device, span in spans.items()} == {"cpu": "cpu", "meta": "meta"}
+        assert spans[CPU].q_pos.tolist() == [3, 3]
+        assert tracker.span(3, 1, 2, None, other) is spans[other]
+        assert tracker.span(4, 2, 2, None, other).positions(1).device == other
+        assert tracker.span(4, 2, 2, None, first).positions(1).device == first
+        assert tracker.seen.tolist() == [6, 6]
