@@ -234,18 +234,18 @@ def check_on_host(method: str, policy: Policy, host_kv: HostKV, has_codes: bool)
             f"{method!r} {'stores codes' if has_codes else 'chooses entries itself'}; take method='full' with "
             "codec='auto', or values=1"
         )
-    if policy.needs_all_layers:
+    if not attends_on_host(policy):
         raise OptionError(
-            f"method {method!r} compares all layers when it plans, and some attend on the host; keep KV on the device "
-            "(a plan with kv={'device': 1}), or use a method that plans each layer alone, such as 'h2o' or 'snapkv'"
+            f"method {method!r} compares all layers when it plans, or reads the model's rotation, token ids or trained "
+            "weights, which are on the device; keep KV there (a plan with kv={'device': 1}), or use a method that "
+            "scores by attention in each layer alone, such as 'h2o' or 'snapkv'"
         )
+
+
+def attends_on_host(policy: Policy) -> bool:
+    """Return whether layers can attend on the host of a device: their plans read nothing that is elsewhere."""
     turns = policy.positions == "cache_relative" or policy.needs_rotation
-    if turns or policy.needs.token_ids or policy.scores_entries:
-        raise OptionError(
-            f"method {method!r} reads the model's rotation, token ids or trained weights, which are on the device; "
-            "keep KV there (a plan with kv={'device': 1}), or use a method that scores by attention, such as 'h2o' or "
-            "'snapkv'"
-        )
+    return not (policy.needs_all_layers or turns or policy.needs.token_ids or policy.scores_entries)
 
 
 def described(

@@ -272,7 +272,7 @@ class MeasuredDevice(CudaDevice):
 
 def searched(folder: Path, capacity: int, memory: int, **more: Any) -> Opened:
     device = MeasuredDevice(CPU, capacity, cuda=FakeCuda())
-    config = EngineConfig(**options("full") | {"max_step_tokens": 64})
+    config = EngineConfig(**options(more.pop("method", "full")) | {"max_step_tokens": 64} | more.pop("config", {}))
     given = {"machine": EXAMPLE, "workload": Workload(prompt=230, new=16), "device": device} | more
     return open_on_device(folder, CPU, capacity, memory, None, None, config, **given)
 
@@ -309,6 +309,22 @@ def test_all_six_shares_come_from_the_linear_program(folders: dict[str, Path], t
     assert used == {(kind, tier) for kind in ("weights", "kv") for tier in ("device", "host", "disk")} - {
         ("kv", "disk")
     }
+
+
+def test_a_plan_keeps_kv_on_the_device_for_who_needs_it_there(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The same memory has KV on the host for H2O; methods and settings that cannot attend there keep it on the device."""
+    size = model_size(folders["llama"])
+    capacity = size.end_bytes + 2 * size.slot_bytes + size.layer_bytes // 2 + (3 << 19)
+    for more, alone in (
+        ({"method": "h2o"}, False),
+        ({"method": "streaming"}, True),
+        ({"config": {"prefix_cache": "lru"}}, True),
+        ({"config": {"method": None, "budget": None}}, False),
+    ):
+        found = searched(folders["llama"], capacity, 64 << 20, disk=tmp_path, **more)
+        assert (found.placement.plan.kv == {"device": 1.0}) == alone
+        assert (found.host_kv is None) == alone
+        engine_of(found).close()
 
 
 def test_kv_goes_to_a_disk_where_neither_side_holds_it(tmp_path: Path) -> None:

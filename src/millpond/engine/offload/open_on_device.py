@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,12 @@ from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, TIERS, Capab
 from millpond.engine.offload.planner import Workload, usual_workloads
 from millpond.engine.offload.search import Limits
 from millpond.errors import BudgetError
+from millpond.hf.cache_spec import policy_of
 from millpond.models.cache_folder import check_folder
 from millpond.models.weights.packed_file import Report
 from millpond.models.weights.skeleton import Skeleton
 from millpond.models.weights.streamed import StreamedLayers
+from millpond.runner.cache_factory import attends_on_host
 from millpond.tiers.cuda import Bandwidths, CudaDevice
 from millpond.tiers.devices import Device
 from millpond.tiers.ledger import Ledger, Tier
@@ -196,8 +199,8 @@ def open_on_device(
         gpu: The GPU.
         device_memory: "16GiB" or bytes; None: no limit, which a plan needs.
         memory: Limit of weights and KV in the host's memory; None: no limit.
-        plan: Placement to use; None searches for the fastest: with `memory` over all shares of weights and KV, without
-            it with all KV on the device.
+        plan: Placement to use; None searches for the fastest: with `memory` and scipy over all shares of weights and
+            KV, else with all KV on the device.
         dtype: Must equal the saved dtype, if it is given at all.
         config: Settings of the engine.
         disk: A folder for packed weights, and for KV that a plan puts on the disk; None: KV is in the model's folder.
@@ -229,8 +232,8 @@ def open_on_device(
         assert capacity is not None, "checked by those who ask for it"
         assert isinstance(device, CudaDevice), "one that can be measured"
         speed = device.measure()
-        if limit is None:
-            searched = device_plan(size, config, capacity, None, speed, workload)
+        if limit is None or find_spec("scipy") is None:
+            searched = device_plan(size, config, capacity, limit, speed, workload)
             plan, workload, said = searched.plan, searched.workload, (str(searched),)
         else:
             plan, workload = fastest_device_plan(
@@ -300,8 +303,9 @@ def open_on_device(
 
 
 def _capabilities(config: EngineConfig) -> Capabilities:
-    """Return the placements that a plan that is searched for may use: with some settings one memory holds all KV."""
-    one_memory = config.prefix_cache or config.overflow == "rolling"
+    """Return the placements that a plan that is searched for may use: all KV on the device where that is asked for."""
+    policy = policy_of(str(config.choice.method), dict(config.options))
+    one_memory = config.prefix_cache or config.overflow == "rolling" or not attends_on_host(policy)
     return replace(ON_DEVICE, kv=(DEVICE,)) if one_memory else ON_DEVICE
 
 
