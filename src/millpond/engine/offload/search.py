@@ -312,10 +312,9 @@ def predicted(cost: CostModel, block: BlockShape, shares: Shares) -> Plan:
     prefill_s, decode_s = n_prefill * prefill[0], n_decode * decode[0]
     prompts, new = block.sequences * cost.kv.prompt, block.sequences * cost.kv.new
     seconds = prefill_s + decode_s
-    near = {} if cost.machine.accelerator is None else {DEVICE: 0.0}  # a plan for a device names it
     plan = Plan(
         weights=_of("weights", shares),
-        kv=near | _of("kv", shares),
+        kv=({} if cost.machine.accelerator is None else {DEVICE: 0.0}) | _of("kv", shares),  # a device is named
         schedule=block.schedule,
         micro_batch=min(block.micro_batch, block.sequences),
         block=block.sequences,
