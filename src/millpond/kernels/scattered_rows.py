@@ -45,7 +45,9 @@ def attend_scattered(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tens
 def attend_part(
     q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, shape: AttentionShape
 ) -> tuple[Tensor, Tensor]:
-    """Return attention to some of the entries, to be merged with that to the others by `lse_merge`.
+    """Return attention to some of the entries.
+
+    `lse_merge` merges it with that to the others.
 
     Args:
         q: (Hq, R, key_dim), R above 0.

@@ -243,7 +243,10 @@ def check_on_host(method: str, policy: Policy, host_kv: HostKV, has_codes: bool)
 
 
 def attends_on_host(policy: Policy) -> bool:
-    """Return whether layers can attend on the host of a device: their plans read nothing that is elsewhere."""
+    """Return whether layers can attend on the host of a device.
+
+    Their plans then read nothing that is elsewhere.
+    """
     turns = policy.positions == "cache_relative" or policy.needs_rotation
     return not (policy.needs_all_layers or turns or policy.needs.token_ids or policy.scores_entries)
 

@@ -23,7 +23,10 @@ _STAGE_BYTES = 1 << 20
 
 
 class Bandwidths(NamedTuple):
-    """Bytes per second of the link from pinned memory and of reads on the device, and FLOP per second of products."""
+    """Bytes per second of the link and of the device's memory, and FLOP per second.
+
+    The link is read from pinned memory; products are in 16 bits.
+    """
 
     link: float
     memory: float
@@ -147,7 +150,7 @@ class CudaDevice:
         return [to.clone() for to in pinned]
 
     def up(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor of the host on the device; kernels that are launched after see it whole."""
+        """Return a copy of a tensor of the host on the device, for kernels launched after."""
         self.bytes_copied += tensor.nbytes
         stage = self._stage("up", tensor.nbytes)
         stage.wait()  # the copy before has left the pinned memory
@@ -200,7 +203,10 @@ class CudaDevice:
         self._fences.clear()
 
     def _stage(self, way: str, nbytes: int) -> _Stage:
-        """Return the pinned memory of one way, of at least `nbytes`; a larger one takes the place of a small one."""
+        """Return the pinned memory of one way, of at least `nbytes`.
+
+        A larger one takes the place of a small one.
+        """
         stage = self._stages.get(way)
         if stage is None or len(stage.data) < nbytes:
             if stage is not None:

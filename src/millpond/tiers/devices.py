@@ -69,7 +69,7 @@ class Device(Protocol):
         ...
 
     def up(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor of the host on the device, for kernels that are launched after."""
+        """Return a copy of a tensor of the host on the device, for kernels launched after."""
         ...
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from millpond.cache.attention.sparse_values import SparseValues
 from millpond.cache.entries.read_write import append
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import PagePool
-from millpond.engine.offload.plan import Plan
+from millpond.engine.offload.plan import Plan, load_plan, save_plan
 from millpond.errors import OptionError
 from millpond.kernels.args import AttentionShape
 from tests.engine.offload.on_tiers import CPU, engine_of, opened, plan_of, simulated
@@ -83,3 +83,10 @@ def test_where_values_cannot_be_sparse(folders: dict[str, Path]) -> None:
         )
         with pytest.raises(OptionError, match="reads some values of plain entries that all stay"):
             engine_of(found)
+
+
+def test_a_plan_with_sparse_values_is_saved_and_read(tmp_path: Path) -> None:
+    for plan in (Plan(kv=HALF, values=0.25), Plan(kv={"device": 0.0, "host": 1.0})):
+        save_plan(plan, tmp_path / "plan.json")
+        assert load_plan(tmp_path / "plan.json") == plan
+        assert ("values" in (tmp_path / "plan.json").read_text()) == (plan.values < 1)

@@ -55,9 +55,9 @@ class NearPass:
     out: Tensor | None = None
 
     def attend(self, chunk: PromptChunk) -> Tensor:
-        """Attend to new entries on the device and to stored ones on the host; return the log-sum-exp on the host.
+        """Attend to new entries on the device and to stored ones on the host.
 
-        `out` becomes the output.
+        `out` becomes the output; the log-sum-exp is returned on the host.
         """
         link, entries = self.link, chunk.entries
         n_past = entries.positions.shape[1] - len(chunk.q_pos)

@@ -16,10 +16,11 @@ from millpond.kernels.eager.softmax import soft_cap, softmax_with_sink, wide
 
 @dataclass(slots=True)
 class SparseValues:
-    """FlexGen's sparse attention (Sheng et al., 2023, section 5): of each head only the largest weights count.
+    """Sparse attention of FlexGen: of each head only the largest weights count.
 
-    The weights are those of the softmax over all entries, and are not scaled to sum to 1. Query heads that share a KV
-    head read the values of the same entries, those with the most attention of all of them together.
+    See Sheng et al., 2023, section 5. The weights are those of the softmax over all entries, and are not scaled to sum
+    to 1. Query heads that share a KV head read the values of the same entries, those with the most attention of all of
+    them together.
 
     Attributes:
         share: Share of the entries of each KV head whose values are read, above 0 and below 1, rounded up.

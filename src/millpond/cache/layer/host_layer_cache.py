@@ -17,7 +17,7 @@ from millpond.kernels.args import AttentionShape
 
 @dataclass(frozen=True, slots=True)
 class HostKV:
-    """Layers whose keys and values are in the host's memory, or pass it on their way from a disk.
+    """Layers whose keys and values are in the host's memory, or pass it from a disk.
 
     Attributes:
         layers: Indices of the layers.
@@ -33,10 +33,11 @@ class HostKV:
 
 
 class HostLayerCache(LayerCache):
-    """Cache of one layer that attends on the host: queries and new entries go down, and the output comes up.
+    """Cache of one layer that attends on the host of a device.
 
-    A prompt's new tokens attend to each other on the device, where nothing else than a dense product is asked for; the
-    host attends to the entries before them, and both outputs are merged.
+    Queries and new entries go down, and the output comes up. A prompt's new tokens attend to each other on the device,
+    where nothing else than a dense product is asked for; the host attends to the entries before them, and both outputs
+    are merged.
 
     Args:
         *args: As of `LayerCache`.

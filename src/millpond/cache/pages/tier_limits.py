@@ -9,7 +9,7 @@ from millpond.cache.pages.ref_counted_pool import Pool
 
 
 class TierLimits(MemoryLimit):
-    """Limit of all pools of an engine whose KV lies in the memory of a device and in that of the host.
+    """Limit of all pools of an engine with KV on a device and in the host's memory.
 
     No tier lends memory to the other. States and sums count in the near one.
 

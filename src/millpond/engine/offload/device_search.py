@@ -111,9 +111,10 @@ def _blocks(limits: Limits, capabilities: Capabilities) -> Iterator[BlockShape]:
 
 
 def best_shares(cost: CostModel, block: BlockShape, limits: Limits, capabilities: Capabilities) -> Shares | None:
-    """Return the shares, in whole layers, with which a block takes the least time; None where it does not fit.
+    """Return the shares with which a block takes the least time; None: it does not fit.
 
-    KV on a disk takes memory however little it is, which no linear program knows: it is solved with it, and without.
+    Layers are whole. KV on a disk takes memory however little it is, which no linear program knows: it is solved with
+    it, and without.
     """
     free = [place for place in PLACES if is_allowed(place, capabilities)]
     if not block.slots:  # no layer is copied
@@ -137,9 +138,10 @@ def best_shares(cost: CostModel, block: BlockShape, limits: Limits, capabilities
 
 
 def _whole_layers(shares: Shares, n: int) -> Iterator[Shares]:
-    """Yield shares in whole layers: of each kind the device's rounded down or one less, the host's up or down.
+    """Yield shares in whole layers.
 
-    What is left is on the disk, or on the host where no share is on a disk.
+    Of each kind the device's is rounded down or one less, the host's up or down. What is left is on the disk, or on the
+    host where no share is on a disk.
     """
     for weights in _rounded(shares, "weights", n):
         for kv in _rounded(shares, "kv", n):

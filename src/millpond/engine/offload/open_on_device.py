@@ -303,7 +303,10 @@ def open_on_device(
 
 
 def _capabilities(config: EngineConfig) -> Capabilities:
-    """Return the placements that a plan that is searched for may use: all KV on the device where that is asked for."""
+    """Return the placements that a plan that is searched for may use.
+
+    All KV is on the device where a method or a setting needs it there.
+    """
     policy = policy_of(str(config.choice.method), dict(config.options))
     one_memory = config.prefix_cache or config.overflow == "rolling" or not attends_on_host(policy)
     return replace(ON_DEVICE, kv=(DEVICE,)) if one_memory else ON_DEVICE
@@ -318,9 +321,9 @@ def _kv_memory(
     tier: DiskTier | None,
     values: float,
 ) -> tuple[EngineConfig, HostKV | None]:
-    """Take the memory of KV on both sides; return settings with that of the device, and the layers on the host.
+    """Take the memory of KV on both sides.
 
-    `kv_memory` is divided as the layers are.
+    Returns settings with that of the device, and the layers on the host. `kv_memory` is divided as the layers are.
 
     Raises:
         BudgetError: `kv_memory` is more than what is left.

@@ -166,9 +166,10 @@ class Plan:
         return tuple(i for i in range(n_layers) if i not in kept)
 
     def kv_layers_on_host(self, n_layers: int) -> tuple[int, ...]:
-        """Return the indices of the layers that attend on the host of a device, those with KV on a disk among them.
+        """Return the indices of the layers that attend on the host of a device.
 
-        Those with KV on the device are as many as their share holds, rounded down.
+        Those with KV on a disk are among them. Those with KV on the device are as many as their share holds, rounded
+        down.
         """
         if self.kv == {HOST: 1.0}:
             return ()
@@ -207,7 +208,10 @@ def spread(n: int, among: int) -> tuple[int, ...]:
 
 
 def _shares(name: str, shares: object) -> dict[str, float]:
-    """Return checked shares, in the order of the tiers, without those that are 0 but a device's of KV."""
+    """Return checked shares, in the order of the tiers.
+
+    Those that are 0 are left out, but a device's of KV.
+    """
     if not isinstance(shares, Mapping):
         raise OptionError(f"plan: {name}={shares!r} must name shares of tiers, such as {{'host': 0.5, 'disk': 0.5}}")
     for tier, share in shares.items():
@@ -307,7 +311,10 @@ MAX_BYTES = 1 << 20
 
 def to_json(plan: Plan) -> str:
     """Return a plan as JSON text that `from_json` reads."""
-    return json.dumps({"format": FORMAT, **asdict(plan)}, indent=1) + "\n"
+    plan_fields = asdict(plan)
+    if plan.values == 1:  # which versions without the field read alike
+        del plan_fields["values"]
+    return json.dumps({"format": FORMAT, **plan_fields}, indent=1) + "\n"
 
 
 def from_json(text: str | bytes) -> Plan:
