@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from millpond.budget import parse_bytes
+from millpond.cache.layer.host_layer_cache import HostKV
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.paging.choose import LIVE, keeps_prompts, rule_named
 from millpond.cache.swap import SwapFiles
@@ -147,6 +148,7 @@ def build(
     *,
     streamed: StreamedLayers | None = None,
     tier: DiskTier | None = None,
+    host_kv: HostKV | None = None,
 ) -> Components:
     """Build the parts of an engine.
 
@@ -157,16 +159,17 @@ def build(
         closing: Closes the parts; the caller owns it, also where this raises.
         streamed: As `Engine` takes it.
         tier: As `Engine` takes it.
+        host_kv: As `Engine` takes it.
 
     Raises:
         UnsupportedModelError, OptionError, BudgetError, CacheMismatchError, DataError: see `Engine`.
     """
-    check_disk(config, streamed, tier)
+    check_disk(config, streamed, tier, host_kv)
     turn_mark = None if config.cache_dir is None else session_mark(model, config.weights)
     chunk_mark = None if config.chunk_store is None else model_mark(model, config.weights)
     packed_mark = None if config.weights is None else f"{config.weights} {fingerprint(unwrapped(model))}"
-    memory = MemoryLimit(config.kv_limit, pinned=tier is not None)
-    scheduler = _scheduler(config)
+    memory = MemoryLimit(config.kv_limit, pinned=tier is not None) if host_kv is None else host_kv.limits
+    scheduler = _scheduler(config, memory)
     packed = PackedModel(
         model,
         runner=config.runner,
@@ -187,8 +190,9 @@ def build(
     prefix_store = open_prefix_store(config)
     if prefix_store is not None:
         closing.callback(prefix_store.close)
-    prefix_cache = _prefix_cache(config, memory, prefix_store, requests, tier)
-    decode_groups = _decode_groups(config, packed, memory, tokenizer, tier)
+    in_one_memory = tier is None and host_kv is None
+    prefix_cache = _prefix_cache(config, memory, prefix_store, requests, in_one_memory)
+    decode_groups = _decode_groups(config, packed, memory, tokenizer, tier, host_kv)
     default_cache = decode_groups.complete(CacheOptions())
     cache_factory = decode_groups.group(default_cache).cache_factory
     sessions = _sessions(config, packed, turn_mark, cache_factory, prefix_cache, closing)
@@ -220,9 +224,9 @@ def build(
     )
 
 
-def _scheduler(config: EngineConfig) -> Scheduler:
+def _scheduler(config: EngineConfig, memory: MemoryLimit) -> Scheduler:
     return Scheduler(
-        config.kv_limit,
+        memory.limit_bytes,
         step_tokens=config.max_step_tokens,
         max_running=config.max_running,
         overcommit=config.overcommit,
@@ -240,16 +244,16 @@ def _batch_row_bytes(config: EngineConfig, model: PackedModel, tier: DiskTier | 
 
 
 def _prefix_cache(
-    config: EngineConfig, memory: MemoryLimit, store: BlockStore | None, requests: RequestTable, tier: DiskTier | None
+    config: EngineConfig, memory: MemoryLimit, store: BlockStore | None, requests: RequestTable, in_one_memory: bool
 ) -> PrefixCache:
     """Return the prefix cache.
 
-    Requests in flight share nothing where KV lies on a disk.
+    Requests in flight share nothing where KV lies on a disk or on several tiers.
     """
     rule = rule_named(config.prefix_cache, config.pager)
     if config.prefix_cache != LIVE:
         return PrefixCache(memory, rule, config.prompt_block or 1, store)
-    return PrefixCache(memory, None if tier is not None else rule, config.prompt_block or 1, in_flight=requests)
+    return PrefixCache(memory, rule if in_one_memory else None, config.prompt_block or 1, in_flight=requests)
 
 
 def _chunk_reuse(
@@ -267,7 +271,12 @@ def _chunk_reuse(
 
 
 def _decode_groups(
-    config: EngineConfig, model: PackedModel, memory: MemoryLimit, tokenizer: Any, tier: DiskTier | None
+    config: EngineConfig,
+    model: PackedModel,
+    memory: MemoryLimit,
+    tokenizer: Any,
+    tier: DiskTier | None,
+    host_kv: HostKV | None,
 ) -> DecodeGroups:
     choice = config.choice.on([(layer.key_dim, layer.value_dim) for layer in model.layers])
     groups = DecodeGroups(
@@ -284,6 +293,7 @@ def _decode_groups(
         config.fit,
         named=not choice.usual,
         floor=config.budget_floor,
+        host_kv=host_kv,
     )
     for codec in filter(loses_by_bias, codecs_of(resolve(choice.codec))):
         warn_of_bias(codec, model.model)
@@ -325,7 +335,9 @@ def open_prefix_store(config: EngineConfig) -> BlockStore | None:
 _IN_MEMORY = "needs weights and KV in memory; leave it out where memory= or plan= move them to a disk"
 
 
-def check_disk(config: EngineConfig, streamed: StreamedLayers | None, tier: DiskTier | None) -> None:
+def check_disk(
+    config: EngineConfig, streamed: StreamedLayers | None, tier: DiskTier | None, host_kv: HostKV | None = None
+) -> None:
     """Check that no setting needs in memory what is on a disk.
 
     Raises:
@@ -340,6 +352,16 @@ def check_disk(config: EngineConfig, streamed: StreamedLayers | None, tier: Disk
         raise OptionError(
             "overflow='rolling' writes all entries of a sequence at once; leave it out where KV lies on a disk"
         )
+    if host_kv is not None:
+        for name, in_use in (
+            ("prefix_cache", keeps_prompts(config.prefix_cache)),
+            ("overflow", config.overflow == "rolling"),
+        ):
+            if in_use:
+                raise OptionError(
+                    f"{name}={getattr(config, name)!r} needs all keys and values in one memory; leave it out where "
+                    "layers have them on different tiers"
+                )
     if tier is None and streamed is None:
         return
     for name in ("chunk_store", "cache_dir"):

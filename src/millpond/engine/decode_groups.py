@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from millpond.budget import Budget
+from millpond.cache.layer.host_layer_cache import HostKV
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.pool_set import PoolSet
+from millpond.cache.pages.tier_limits import TierLimits
 from millpond.cache.state.recurrent_states import StateSlots
 from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.codec import Codec, CodecSpec, codec_text
@@ -48,6 +50,7 @@ class DecodeGroups:
         fit: Table of requests with budget="auto"; None: that of the user's cache folder.
         named: Whether a method, budget or format was given for the engine.
         floor: Least tokens of a share, see `EngineConfig`.
+        host_kv: Layers whose pages are in the host's memory while the model is on a device; None: there are none.
 
     Attributes:
         reach: Positions after which gaps close and a text continues; None: it ends there.
@@ -66,6 +69,7 @@ class DecodeGroups:
         fit: FitSource = None,
         named: bool = True,
         floor: int = 0,
+        host_kv: HostKV | None = None,
     ) -> None:
         self.reach, self._named, self._floor = reach, named, floor
         self.defaults = defaults
@@ -73,7 +77,7 @@ class DecodeGroups:
         self._memory_limit = memory_limit
         self._page_slots = page_slots
         self._tokenizer = tokenizer
-        self._calibration, self._tier = calibration, tier
+        self._calibration, self._tier, self._host_kv = calibration, tier, host_kv
         self._fit, self._fits = fit, dict[str, Fit]()
         self._groups: dict[tuple[Any, ...], DecodeGroup] = {}
         self._pools: dict[tuple[Any, ...], PoolSet] = {}
@@ -121,6 +125,7 @@ class DecodeGroups:
                     self._slots,
                     self._tier,
                     self.reach,
+                    self._host_kv,
                 )
                 self._groups[group_key] = DecodeGroup(cache_factory, self._model.layers)
         return self._groups[group_key]
@@ -207,16 +212,18 @@ class DecodeGroups:
                 ) from None
         return chosen(model, method, options, codec, max_kl, self._fits[method])
 
-    def _pools_of(self, storage: torch.dtype | Codec, masses: bool) -> PoolSet:
+    def _pools_of(self, storage: torch.dtype | Codec, masses: bool, on_host: bool) -> PoolSet:
+        whole = self._memory_limit
+        limit = whole if not isinstance(whole, TierLimits) else whole.far if on_host else whole.near
         aged = isinstance(storage, Codec) and bool(storage.ages)  # requests may give their tiers any sizes
-        key = ("by age" if aged else storage.name if isinstance(storage, Codec) else storage, masses)
+        key = ("by age" if aged else storage.name if isinstance(storage, Codec) else storage, masses, on_host)
         if aged and key in self._pools:
-            return PoolSet(storage, self._page_slots, self._memory_limit, masses=masses, shared=self._pools[key])
+            return PoolSet(storage, self._page_slots, limit, masses=masses, shared=self._pools[key])
         if key not in self._pools:
             self._pools[key] = PoolSet(
                 storage,
                 self._page_slots,
-                self._memory_limit,
+                limit,
                 masses=masses,
                 ropes=ropes_of(storage, ModelProfile.of(self._model.model)),
             )

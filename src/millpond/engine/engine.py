@@ -16,6 +16,7 @@ from typing import Any, Literal, Unpack
 import torch
 
 from millpond.cache.batch_cache import BatchCache
+from millpond.cache.layer.host_layer_cache import HostKV
 from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.engine.batch_plan import BatchPlan
 from millpond.engine.components import Components, build
@@ -59,6 +60,8 @@ class Engine:
         streamed: Layers of `model` whose weights are read while it runs; the engine closes it.
         tier: Disk for the keys and values of some layers; None: all are in memory. The engine closes it.
         image_processor: Image processor of a model that takes images; without one requests bring pictures.
+        host_kv: Layers whose keys and values are in the host's memory while the model is on a device; None: all are
+            where the model is.
         **options: Fields of `EngineConfig`, in place of those of `config`.
 
     Attributes:
@@ -84,11 +87,14 @@ class Engine:
         streamed: StreamedLayers | None = None,
         tier: DiskTier | None = None,
         image_processor: Any = None,
+        host_kv: HostKV | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         self.config, self.tokenizer = EngineConfig.of(config, options), tokenizer
         with ExitStack() as closing:
-            self._parts = parts = build(model, tokenizer, self.config, closing, streamed=streamed, tier=tier)
+            self._parts = parts = build(
+                model, tokenizer, self.config, closing, streamed=streamed, tier=tier, host_kv=host_kv
+            )
             self._model, self._scheduler, self._sampler = parts.model, parts.scheduler, parts.sampler
             self._requests, self.cache, self.cache_factory = parts.requests, parts.default_cache, parts.cache_factory
             self.images = _image_reader(parts, image_processor)

@@ -9,6 +9,7 @@ import numpy as np
 from millpond.cache.batch_cache import BatchCache
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.ref_counted_pool import RefCountedPool
+from millpond.cache.pages.tier_limits import TierLimits
 from millpond.cache.prefix_tree import PrefixTree
 from millpond.cache.state.recurrent_states import StateSlots
 from millpond.cache.swap import Holder
@@ -52,7 +53,10 @@ def _check_pages(memory_limit: MemoryLimit, batch_caches: Iterable[BatchCache], 
     for shared in trees:
         shared.check_sums()
     limit = memory_limit.limit_bytes
-    assert limit is None or memory_limit.nbytes <= limit, "more bytes than the limit"
+    assert limit is None or memory_limit.nbytes <= limit or isinstance(memory_limit, TierLimits), (
+        "more bytes than the limit"
+    )
+    assert not isinstance(memory_limit, TierLimits) or memory_limit.within, "more bytes than a tier has"
 
 
 def _check_untainted(tainted: Iterable[tuple[BatchCache, int]], shared: PrefixTree) -> None:

@@ -349,7 +349,9 @@ def open_engine(model: Any, config: EngineConfig, loading: LoadOptions) -> tuple
         config = replace(config, prefix_folder=loading.disk)
     opened = loading.open(model, dtype, config)
     try:
-        engine = Engine(opened.model, tokenizer, opened.config, streamed=opened.streamed, tier=opened.tier)
+        engine = Engine(
+            opened.model, tokenizer, opened.config, streamed=opened.streamed, tier=opened.tier, host_kv=opened.host_kv
+        )
     except BaseException:
         for part in (opened.streamed, opened.tier):
             if part is not None:

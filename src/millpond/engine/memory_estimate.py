@@ -39,28 +39,43 @@ def estimate(
     """
     on_disk = layout.on_disk if on_disk is None else on_disk
     demands = layout.demands(prompt, answer)
-    writes_everywhere = _writes_everywhere(layout)
-    table = [_layer_need(demand, n, writes_everywhere, _page_bytes) for demand in demands]
-    in_memory = [need for index, need in enumerate(table) if index not in on_disk]
     unpaged_bytes = layout.state_bytes + layout.unpaged_bytes(prompt, prompt + answer)
-    need = _sum([MemoryNeed(unpaged_bytes, 0, unpaged_bytes), *in_memory])
+    unpaged = MemoryNeed(unpaged_bytes, 0, unpaged_bytes)
+    here = [index for index in range(len(demands)) if index not in layout.on_host]
+    need = _sum([unpaged, _of_layers(layout, demands, here, n, on_disk)])
+    if layout.on_host:
+        host = _of_layers(layout, demands, sorted(layout.on_host), n, on_disk)
+        need = _scaled(layout, need, host)
     if not on_disk:
         return need
-    disk_needs = [need for index, need in enumerate(table) if index in on_disk]
-    resident_parts = [_resident_part(demands[index], n, writes_everywhere) for index in sorted(on_disk)]
-    streamed = MemoryNeed(
-        *(
-            2 * max(part)
-            for part in zip(
-                *((part_need.prefill, part_need.shared, part_need.each) for part_need in disk_needs), strict=True
-            )
-        )
-    )
+    writes_everywhere = _writes_everywhere(layout)
+    peaks = [_layer_need(demands[index], n, writes_everywhere, _page_bytes).peak(n) for index in on_disk]
     runs = n * ((prompt + answer) // demands[0].layer.pool.slots + 2)
-    return replace(
-        _sum([need, *resident_parts, streamed]),
-        disk=max(part_need.peak(n) for part_need in disk_needs) + runs * ALIGNMENT,
-    )
+    return replace(need, disk=max(peaks) + runs * ALIGNMENT)
+
+
+def _of_layers(
+    layout: CacheLayout, demands: Sequence[LayerDemand], layers: Sequence[int], n: int, on_disk: frozenset[int]
+) -> MemoryNeed:
+    """Return the bytes of memory of some layers."""
+    writes_everywhere = _writes_everywhere(layout)
+    table = {index: _layer_need(demands[index], n, writes_everywhere, _page_bytes) for index in layers}
+    need = _sum([MemoryNeed(0, 0, 0), *(table[index] for index in layers if index not in on_disk)])
+    far = [index for index in layers if index in on_disk]
+    if not far:
+        return need
+    resident_parts = [_resident_part(demands[index], n, writes_everywhere) for index in far]
+    parts = zip(*((table[index].prefill, table[index].shared, table[index].each) for index in far), strict=True)
+    streamed = MemoryNeed(*(2 * max(part) for part in parts))
+    return _sum([need, *resident_parts, streamed])
+
+
+def _scaled(layout: CacheLayout, near: MemoryNeed, host: MemoryNeed) -> MemoryNeed:
+    """Return what counts against the limit of both tiers, see `TierLimits.scaled`."""
+    whole = layout.tier_limits
+    assert whole is not None, "layers on the host have a limit of their own"
+    pairs = ((near.prefill, host.prefill), (near.shared, host.shared), (near.each, host.each))
+    return MemoryNeed(*(whole.scaled(*pair) for pair in pairs))
 
 
 def estimate_prefix(layout: CacheLayout, n_tokens: int, parent: int) -> MemoryNeed:

@@ -255,7 +255,7 @@ class LoadSettings:
         "Limit of the device's memory for weights, caches and buffers together ('16GiB'); layers that do not fit are "
         "copied there in every step.",
         more="They come from the host's memory, of which they take at most `memory`; what is more is read from the "
-        "model's folder.",
+        "model's folder. With `memory` a plan may put keys and values there too, and on `disk`.",
         default_text="no limit",
     )
 

@@ -242,4 +242,4 @@ def can_begin(cache_factory: CacheFactory) -> bool:
     """
     policy = cache_factory.policy
     read_whole = policy.prefill == "once" and policy.positions == "absolute" and not cache_factory.whole_prompt
-    return read_whole and cache_factory.slots is None
+    return read_whole and cache_factory.slots is None and cache_factory.host_kv is None

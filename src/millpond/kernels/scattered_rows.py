@@ -42,6 +42,32 @@ def attend_scattered(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tens
     return torch.cat([out.flatten(0, 1).to(q.dtype) for out in outputs], 1)
 
 
+def attend_part(
+    q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, shape: AttentionShape
+) -> tuple[Tensor, Tensor]:
+    """Return attention to some of the entries.
+
+    `lse_merge` merges it with that to the others.
+
+    Args:
+        q: (Hq, R, key_dim), R above 0.
+        k: (Hkv, N, key_dim), in any order.
+        v: (Hkv, N, value_dim).
+        q_pos: (R,) int32, ascending positions of the queries.
+        k_pos: (Hkv or 1, N) int32, positions of the entries, -1 for none.
+        shape: Settings of the attention; a sink is counted once, in one of the parts.
+
+    Returns:
+        (Hq, R, value_dim) in float32 or wider, and its log-sum-exp (Hq, R).
+    """
+    columns = [
+        ((p @ v.to(p.dtype)[:, None]).flatten(0, 1), lse.flatten(0, 1))
+        for p, lse in _probabilities(q, k, q_pos, k_pos, shape)
+    ]
+    out, lse = (torch.cat(part, 1) for part in zip(*columns, strict=True))
+    return out, lse
+
+
 def attention_to_parts(
     q: Tensor, k: Tensor, q_pos: Tensor, k_pos: Tensor, shape: AttentionShape, parts: Tensor, n_parts: int
 ) -> Tensor:
@@ -97,9 +123,7 @@ def _in_order(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, begin: int, end: i
     between[index[:-1] - first] = False
     gaps = torch.nonzero(between).flatten() + first
     without_sink = replace(shape, sink_logits=None)  # which the first part has counted
-    parts = _probabilities(rows, k[:, gaps], positions, gaps[None].to(positions.dtype), without_sink)
-    columns = [((p @ v[:, None, gaps].to(p.dtype)).flatten(0, 1), part_lse.flatten(0, 1)) for p, part_lse in parts]
-    more, more_lse = (torch.cat(part, 1) for part in zip(*columns, strict=True))
+    more, more_lse = attend_part(rows, k[:, gaps], v[:, gaps], positions, gaps[None].to(positions.dtype), without_sink)
     return lse_merge(out, lse, more, more_lse)[0]
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from millpond.budget import Budget
 from millpond.cache.batch_cache import BatchCache
+from millpond.cache.layer.host_layer_cache import HostKV, HostLayerCache
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.layer.shared_entries import SharedEntries
 from millpond.cache.pages.page_table import PageTable
@@ -29,6 +30,7 @@ from millpond.hf.signals.output_projection import attach_output_projections
 from millpond.hf.signals.rotary import ModelRotation, attach_rotations, rolling_rotations
 from millpond.kernels.decode_rules import Evict
 from millpond.option_files import OptionFile
+from millpond.policy.policy import Policy
 from millpond.policy.rolling import rolling_policy
 from millpond.runner.cache_layout import CacheLayout, check_packable
 from millpond.runner.packed_model import LayerShape, PackedModel
@@ -69,8 +71,8 @@ def check_room_to_roll(layout: CacheLayout, layers: Sequence[LayerShape], reach:
             )
 
 
-#: Finds the pools of a number format, of entries with masses or without.
-FindPools = Callable[[torch.dtype | Codec, bool], PoolSet]
+#: Finds the pools of a number format, of entries with masses or without, in the host's memory or beside the model.
+FindPools = Callable[[torch.dtype | Codec, bool, bool], PoolSet]
 
 
 class CacheFactory(CacheLayout):
@@ -88,6 +90,8 @@ class CacheFactory(CacheLayout):
         slots: Counts the states of a hybrid; None for other models.
         tier: Disk of the layers whose pages are stored there between passes; None: all stay in memory.
         reach: Positions after which gaps close and a text continues; None: it ends there.
+        host_kv: Layers whose pages are in the host's memory while the model is on a device; None: all pages are where
+            the model is.
 
     Attributes:
         policy: Policy under the budget.
@@ -114,6 +118,7 @@ class CacheFactory(CacheLayout):
         slots: StateSlots | None = None,
         tier: DiskTier | None = None,
         reach: int | None = None,
+        host_kv: HostKV | None = None,
     ) -> None:
         policy = policy_of(method, dict(options))
         check_packable(method, policy.needs)
@@ -139,10 +144,19 @@ class CacheFactory(CacheLayout):
                     f"codec {storage.name!r}: its upper tier is read for all sequences together, whose sums may differ "
                     f"in the last bit, and deterministic=True promises equal ones; use {storage.ages[-1].name!r}"
                 )
-        pools = pools_by_layer(stored, profile.n_layers, lambda one: find_pools(one or model.dtype, policy.mass_bias))
+        if host_kv is not None:
+            check_on_host(method, policy, host_kv, bool(codecs_of(stored)))
+            self.on_host, self.tier_limits = host_kv.layers, host_kv.limits
+        pools = pools_by_layer(
+            stored,
+            profile.n_layers,
+            lambda one: find_pools(one or model.dtype, policy.mass_bias, False),
+            self.on_host,
+            lambda one: find_pools(one or model.dtype, policy.mass_bias, True),
+        )
         super().__init__(policy, kept, pools, model.layers, model.dtype, model.device)
         self.whole_prompt = policy.needs.whole_prompt or (model.states is not None and model.states.restarts)
-        self.slots, self.tier = slots, tier
+        self.slots, self.tier, self.host_kv = slots, tier, host_kv
         self.described = described(method, options, kept, stored or model.dtype, reach)
         self.reach, self._rotations = reach, rotations
         self.on_disk = frozenset() if tier is None else tier.layers
@@ -181,13 +195,19 @@ class CacheFactory(CacheLayout):
     def state_bytes(self) -> int:
         return 0 if self._model.states is None else self._model.states.nbytes
 
+    def _cache_type(self, layer: int) -> Callable[..., LayerCache]:
+        """Return what makes the cache of a layer."""
+        if self.host_kv is None or layer not in self.host_kv.layers:
+            return LayerCache
+        return partial(HostLayerCache, host_kv=self.host_kv)
+
     def _layer_caches(self, tracker: PositionTracker, prompt: int) -> list[LayerCache]:
         def entries(layer: int, table: PageTable, sequence: int, seen: int) -> int:
             kept = tracker.marks.kept.count(sequence, self.policy.protect.sinks)
             return self._budgets.entries(layer, table, sequence, self.within_context(max(seen, prompt)), kept)
 
         layer_caches = [
-            LayerCache(
+            self._cache_type(index)(
                 index,
                 self.policy,
                 partial(entries, index),
@@ -205,6 +225,36 @@ class CacheFactory(CacheLayout):
             rule = self.policy.decode_rule(layer_cache.index)
             layer_cache.scores_answers = rule.evict is not Evict.NEVER or self.policy.plans_each_step
         return layer_caches
+
+
+def check_on_host(method: str, policy: Policy, host_kv: HostKV, has_codes: bool) -> None:
+    """Check that the layers of a method can attend on different sides of a link.
+
+    Raises:
+        OptionError: it compares all layers, or reads what is on the device for each plan; or values are sparse, and
+            entries leave or are in codes.
+    """
+    if host_kv.sparse is not None and (not policy.keeps_all or policy.needs.block_lookup is not None or has_codes):
+        raise OptionError(
+            f"plan: values={host_kv.sparse.share:g} reads some values of plain entries that all stay, and method "
+            f"{method!r} {'stores codes' if has_codes else 'chooses entries itself'}; take method='full' with "
+            "codec='auto', or values=1"
+        )
+    if not attends_on_host(policy):
+        raise OptionError(
+            f"method {method!r} compares all layers when it plans, or reads the model's rotation, token ids or trained "
+            "weights, which are on the device; keep KV there (a plan with kv={'device': 1}), or use a method that "
+            "scores by attention in each layer alone, such as 'h2o' or 'snapkv'"
+        )
+
+
+def attends_on_host(policy: Policy) -> bool:
+    """Return whether layers can attend on the host of a device.
+
+    Their plans then read nothing that is elsewhere.
+    """
+    turns = policy.positions == "cache_relative" or policy.needs_rotation
+    return not (policy.needs_all_layers or turns or policy.needs.token_ids or policy.scores_entries)
 
 
 def described(

@@ -11,6 +11,7 @@ from millpond.budget import Budget
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import PagePool, QuantizedPool
 from millpond.cache.pages.pool_set import LayerPools
+from millpond.cache.pages.tier_limits import TierLimits
 from millpond.cache.state.rerotation import positions_ahead
 from millpond.codec import Codec
 from millpond.errors import OptionError
@@ -30,10 +31,15 @@ class CacheLayout:
         budget: Budget of one sequence; None: no limit.
         pools: Pools that hold the entries.
         on_disk: Layers whose pages are stored on a disk between passes.
+        on_host: Layers whose pages are in the host's memory, those on a disk among them, while the model is on a device
+            and other layers' pages are there; empty where one memory holds all.
+        tier_limits: Limits of both memories; None where one memory holds all.
         reach: Positions after which gaps close and a text continues; None: it ends there.
     """
 
     on_disk: frozenset[int] = frozenset()
+    on_host: frozenset[int] = frozenset()
+    tier_limits: TierLimits | None = None
     reach: int | None = None
 
     def __init__(
@@ -66,13 +72,13 @@ class CacheLayout:
 
     def pool(self, layer: LayerShape) -> PagePool:
         """Return the pool of a layer's plain entries."""
-        return self.pools.of(layer.index).plain(layer.key_dim, layer.value_dim, self._dtype, self._device)
+        return self.pools.of(layer.index).plain(layer.key_dim, layer.value_dim, self._dtype, self._where(layer))
 
     def prompt_pool(self, layer: LayerShape) -> PagePool:
         """Return the pool of a layer's entries while their prompt is read."""
         if self.policy.prefill == "greedy":
             return self.pool(layer)
-        return self.pools.of(layer.index).reading(layer.key_dim, layer.value_dim, self._dtype, self._device)
+        return self.pools.of(layer.index).reading(layer.key_dim, layer.value_dim, self._dtype, self._where(layer))
 
     def empty_table(self, layer: LayerShape) -> PageTable:
         """Return an empty table of one sequence, by which budgets in bytes are divided."""
@@ -91,7 +97,11 @@ class CacheLayout:
         """Return the pools of a layer's codes, one per age band; [] if entries are stored plain."""
         if self.codec(layer) is None:
             return []
-        return self.pools.of(layer.index).packed(layer.index, layer.key_dim, layer.value_dim, self._device)
+        return self.pools.of(layer.index).packed(layer.index, layer.key_dim, layer.value_dim, self._where(layer))
+
+    def _where(self, layer: LayerShape) -> torch.device:
+        """Return the device of a layer's pages."""
+        return torch.device("cpu") if layer.index in self.on_host else self._device
 
     @cached_property
     def layer_layouts(self) -> list[LayerLayout]:

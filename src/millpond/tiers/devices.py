@@ -37,11 +37,13 @@ class Device(Protocol):
         tier: Tier of its memory.
         where: Device of its tensors.
         bytes_copied: Bytes copied to it so far.
+        bytes_down: Bytes of tensors that came down from it, see `down`.
     """
 
     tier: Tier
     where: torch.device
     bytes_copied: int
+    bytes_down: int
 
     def buffer(self, nbytes: int) -> Tensor:
         """Return (n,) uint8 on the device, n at least `nbytes`."""
@@ -62,6 +64,14 @@ class Device(Protocol):
         """
         ...
 
+    def down(self, *tensors: Tensor) -> list[Tensor]:
+        """Return copies of tensors of the device in the host's memory, complete."""
+        ...
+
+    def up(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor of the host on the device, for kernels launched after."""
+        ...
+
     def close(self) -> None:
         """End all copies, and unpin memory."""
         ...
@@ -80,6 +90,7 @@ class SimulatedDevice:
 
     Attributes:
         bytes_copied: Bytes copied to it so far.
+        bytes_down: Bytes of tensors that came down from it.
     """
 
     def __init__(
@@ -92,7 +103,7 @@ class SimulatedDevice:
     ) -> None:
         self.tier = Tier("device", "device", capacity_bytes)
         self.where = torch.device("cpu")
-        self.bytes_copied = 0
+        self.bytes_copied = self.bytes_down = 0
         self._bytes_per_s, self._sleep = bytes_per_s, sleep
         self._backend = backend or ThreadBackend()
 
@@ -112,13 +123,33 @@ class SimulatedDevice:
         def task() -> None:
             began = time.perf_counter()
             slot.data[place : place + len(source)] = source
-            if self._bytes_per_s is not None:
-                self._sleep(max(0.0, len(source) / self._bytes_per_s - (time.perf_counter() - began)))
+            self._take_time(len(source), began)
 
         self.bytes_copied += len(source)
         errand = Errand(task)
         self._backend.submit(id(slot), errand.run)
         return errand
+
+    def down(self, *tensors: Tensor) -> list[Tensor]:
+        """Return copies of tensors, so that nothing but copies passes from one side to the other."""
+        self.bytes_down += sum(tensor.nbytes for tensor in tensors)
+        return [self._crossed(tensor) for tensor in tensors]
+
+    def up(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor, as `down` does."""
+        self.bytes_copied += tensor.nbytes
+        return self._crossed(tensor)
+
+    def _crossed(self, tensor: Tensor) -> Tensor:
+        began = time.perf_counter()
+        copied = tensor.clone(memory_format=torch.contiguous_format)
+        self._take_time(tensor.nbytes, began)
+        return copied
+
+    def _take_time(self, nbytes: int, began: float) -> None:
+        """Wait until a copy that began at a time has taken that of its bandwidth."""
+        if self._bytes_per_s is not None:
+            self._sleep(max(0.0, nbytes / self._bytes_per_s - (time.perf_counter() - began)))
 
     def close(self) -> None:
         """End the thread that copies."""

@@ -35,7 +35,7 @@ def opened(folder: Path, capacity: int | None, **more: Any) -> tuple[Opened, Cud
 
 
 def engine_of(found: Opened) -> Engine:
-    return Engine(found.model, None, found.config, streamed=found.streamed, tier=found.tier)
+    return Engine(found.model, None, found.config, streamed=found.streamed, tier=found.tier, host_kv=found.host_kv)
 
 
 @pytest.mark.covering
@@ -92,10 +92,17 @@ def test_too_little_memory(folders: dict[str, Path]) -> None:
 
 
 def test_what_a_device_does_not_run(folders: dict[str, Path]) -> None:
-    with pytest.raises(OptionError, match="weights='int4': products with codes run on a CPU"):
+    with pytest.raises(OptionError, match="weights='int4' with memory= or plan=: packed weights are kept in a file"):
         opened(folders["llama"], 16 << 20, config=EngineConfig(weights="int4"))
-    with pytest.raises(OptionError, match="of the kv on the tier 'disk'"):
-        opened(folders["llama"], 16 << 20, plan=Plan(kv={"disk": 1.0}))
+    with pytest.raises(OptionError, match="prefix_cache='lru' needs all keys and values in one memory"):
+        engine_of(
+            opened(
+                folders["llama"],
+                16 << 20,
+                plan=Plan(kv={"device": 0.4, "host": 0.6}),
+                config=EngineConfig(**options("full") | {"prefix_cache": "lru"}),
+            )[0]
+        )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +111,7 @@ def test_what_a_device_does_not_run(folders: dict[str, Path]) -> None:
         ({"device_memory": "1GiB"}, "device_memory='1GiB' is memory of an accelerator"),
         ({"device_memory": "1GiB", "device": "cpu"}, "and device='cpu' is none"),
         ({"memory": "1GiB", "device": "cuda"}, "needs device_memory="),
-        ({"device_memory": "1GiB", "device": "cuda", "disk": "."}, "disk= is for models on the CPU"),
+        ({"device_memory": "1GiB", "device": "cuda", "machine": "."}, "machine= is for a plan inside"),
         ({"device": "gpu0"}, "device='gpu0'"),
         ({"device": "mps", "device_memory": "1GiB"}, "are for 'cuda' devices and the CPU"),
         ({"device": "cuda:77"}, "device='cuda:77': torch cannot use it here"),

@@ -27,6 +27,10 @@ class MemoryLimit:
         self.pinned = pinned
         self.pools: list[Pool] = []
 
+    def add(self, pool: Pool) -> None:
+        """Count a pool under this limit."""
+        self.pools.append(pool)
+
     @property
     def arena_bytes(self) -> int:
         """Bytes in which its pools allocate memory of the host."""
@@ -105,7 +109,7 @@ class SumMemory:
     def __init__(self, memory_limit: MemoryLimit | None = None) -> None:
         self._held = 0
         if memory_limit is not None:
-            memory_limit.pools.append(self)
+            memory_limit.add(self)
 
     def take(self, n: int) -> None:
         """Count `n` more bytes. The caller asks the limit for room first."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -204,7 +204,8 @@ class LayerPools:
     @property
     def format(self) -> Hashable:
         """Format of entries, see `PoolSet.format`; one per layer if they differ."""
-        return self._sets[0].format if len(self._distinct) == 1 else tuple(pool_set.format for pool_set in self._sets)
+        formats = tuple(pool_set.format for pool_set in self._sets)
+        return formats[0] if len(set(formats)) == 1 else formats
 
     @property
     def codecs(self) -> list[Codec]:
@@ -223,10 +224,21 @@ class LayerPools:
         return sum(len(pool_set) for pool_set in self._distinct)
 
 
-def pools_by_layer(stored: LayerCodecs | Format, n_layers: int, make: Callable[[Format], PoolSet]) -> LayerPools:
-    """Return the pools of `n_layers` layers; layers of one format share what `make` returns."""
-    if not isinstance(stored, LayerCodecs):
+def pools_by_layer(
+    stored: LayerCodecs | Format,
+    n_layers: int,
+    make: Callable[[Format], PoolSet],
+    on_host: Collection[int] = (),
+    make_on_host: Callable[[Format], PoolSet] | None = None,
+) -> LayerPools:
+    """Return the pools of `n_layers` layers.
+
+    Layers of one format share what `make` returns; those `on_host` what `make_on_host` returns.
+    """
+    if not isinstance(stored, LayerCodecs) and not on_host:
         return LayerPools([make(stored)])
-    formats = [stored.of(layer) for layer in range(n_layers)]
-    pool_sets = {storage: make(storage) for storage in dict.fromkeys(formats)}
-    return LayerPools([pool_sets[storage] for storage in formats])
+    formats = [stored.of(layer) if isinstance(stored, LayerCodecs) else stored for layer in range(n_layers)]
+    keys = [(storage, layer in on_host) for layer, storage in enumerate(formats)]
+    makers = {False: make, True: make_on_host or make}
+    pool_sets = {key: makers[key[1]](key[0]) for key in dict.fromkeys(keys)}
+    return LayerPools([pool_sets[key] for key in keys])

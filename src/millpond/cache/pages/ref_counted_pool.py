@@ -71,6 +71,8 @@ class Limit(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    def add(self, pool: Pool) -> None: ...
+
     def can_take(self, pages: Mapping[Pool, int]) -> bool: ...
 
 
@@ -121,7 +123,7 @@ class RefCountedPool(Generic[A]):
         self.limit_bytes = limit_bytes
         self.memory_limit = memory_limit
         if memory_limit is not None:
-            memory_limit.pools.append(self)
+            memory_limit.add(self)
         self._refs: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)
         self._lives: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._n_allocations = self._n_absent = 0

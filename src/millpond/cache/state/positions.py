@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ class ForwardSpan:
         before: Real tokens of each sequence before this pass, (S,).
         after: Real tokens of each sequence after this pass, (S,).
         valid: (S, length) bool on the host, or None if no column is a pad.
-        device: Device of the model.
+        device: Device of the layer that attends.
         q_pos: Position of each new token, (S,) int32 on the device, -1 for a pad; only for a pass of one column.
         begun: Whether every sequence had tokens before this pass.
     """
@@ -40,6 +40,13 @@ class ForwardSpan:
     device: torch.device
     q_pos: Tensor | None
     begun: bool
+
+    def on(self, device: torch.device) -> ForwardSpan:
+        """Return the pass with its positions on another device."""
+        q_pos = None
+        if self.length == 1:
+            q_pos = torch.from_numpy(self.token(0).astype(np.int32)).to(device)
+        return replace(self, device=device, q_pos=q_pos)
 
     @property
     def decoding(self) -> npt.NDArray[np.bool_]:
@@ -100,6 +107,7 @@ class PositionTracker:
         self.columns = 0
         self.marks = BatchMarks()
         self.tokens: TokenIds | None = None  # set where a policy reads them
+        self._moved: tuple[ForwardSpan, ForwardSpan] | None = None  # the last pass, and the same on the other device
         self._spans: dict[tuple[int, int], ForwardSpan] = {}  # of the running pass, which may be processed in parts
         self._padded: list[tuple[int, npt.NDArray[np.bool_]]] = []  # start and `valid` of the passes that held pads
 
@@ -129,12 +137,16 @@ class PositionTracker:
             n_seq: Sequences in the pass.
             mask: (n_seq, >= length) bool; the newest `length` columns are True for tokens and False for pads; None for
                 no pads.
-            device: Device of the model.
+            device: Device of the layer: the model's, or the host where its entries are there.
 
         Raises:
             CacheMismatchError: another batch size, layers that are out of step, or a mask that hides earlier tokens.
         """
         span = self._spans.get((start, length))
+        if span is not None and span.device.type != device.type:  # layers attend on the host and on a device
+            if self._moved is None or self._moved[0] is not span:
+                self._moved = span, span.on(device)
+            return self._moved[1]
         if span is not None:
             return span
         if start != self.columns:

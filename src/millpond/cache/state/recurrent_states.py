@@ -23,7 +23,7 @@ class StateSlots:
     def __init__(self, page_bytes: int, memory_limit: MemoryLimit) -> None:
         self.page_bytes = page_bytes
         self._holders: weakref.WeakSet[RecurrentStates] = weakref.WeakSet()
-        memory_limit.pools.append(self)
+        memory_limit.add(self)
 
     def count(self, states: RecurrentStates) -> None:
         """Count the states of one more batch, as long as it exists."""

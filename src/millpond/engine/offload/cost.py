@@ -19,6 +19,7 @@ from millpond.engine.offload.machine import CallTimes, MachineConstants
 from millpond.engine.offload.model_size import ModelSize
 from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, Ends, Schedule
 from millpond.engine.scheduler import MAX_PIECES, READING_SHARE
+from millpond.models.weights.streamed import N_THROUGH, THROUGH_BYTES
 
 
 class BlockSweeps(NamedTuple):
@@ -271,15 +272,26 @@ class CostModel:
             carried += n_layers * layer_seconds(machine.disk_calls, planned_prompts)
             host_s = products + besides_s + prompts / machine.attention
             return [*terms, Term("compute", (0, 0, weights * busy, attend, attend, carried), host_s)]
-        hidden = 2 * (decoding + rows) * self.model.width * self._item * n_layers / device.link_per_s
         link = weights / device.link_per_s
-        device_s = prompts / device.flops + products + besides_s
+        past = max(1.0 - rows / kv.prompt, 0.0)  # the share of a prompt's pairs whose keys were read in a sweep before
+        crossing = (decoding + rows) * self._crossing_bytes / device.link_per_s
+        on_host = crossing + attend + past * prompts / machine.attention
+        on_disk = on_host + moved * self._reading_cpu * machine.read_cpu_s + (moved + written) / CARRY_PER_S
+        on_disk += reread / machine.read_per_s + n_layers * layer_seconds(machine.disk_calls, planned_prompts)
+        device_s = prompts / device.flops + max(products, weights / device.memory_per_s) + besides_s
         return [
             *terms,
-            Term("attention", (0, 0, 0, 0, attend, attend), 0),
-            Term("link", (0, link, link, 0, 0, 0), hidden),
-            Term("compute", (0, 0, 0, entries / device.memory_per_s, 0, 0), device_s),
+            Term("link", (0, link, link, 0, 0, 0), 0),
+            # a layer waits for its attention, wherever that is: both sides take turns
+            Term("compute", (0, 0, 0, entries / device.memory_per_s, on_host, on_disk), device_s),
         ]
+
+    @property
+    def _crossing_bytes(self) -> int:
+        """Bytes of a token's queries, keys and values that go down, and of outputs that come up, of all layers."""
+        return self._item * sum(
+            (shape.n_queries + shape.n_kv_heads) * (shape.key_dim + shape.value_dim) for shape in self.model.shapes
+        )
 
     @property
     def _parameters(self) -> int:
@@ -314,10 +326,13 @@ class CostModel:
         prompts_kv, disk_prompts_kv, prompts_window = self._prompts_kv(block)
         arena_slack = float(self.kv.pools * self.kv.arena_bytes)
         by_tier = {
-            DEVICE: [Term("weights", (weights, 0, 0, 0, 0, 0), 0), Term("kv", (0, 0, 0, held, 0, 0), 0)],
+            DEVICE: [
+                Term("weights", (weights, 0, 0, 0, 0, 0), 0),
+                Term("kv", (0, 0, 0, held + prompts_kv, 0, 0), arena_slack * (compute_tier == DEVICE)),
+            ],
             HOST: [
                 Term("weights", (0, weights, 0, 0, 0, 0), 0),
-                Term("kv", (0, 0, 0, prompts_kv, held + prompts_kv, 0), arena_slack),
+                Term("kv", (0, 0, 0, 0, held + prompts_kv, 0), arena_slack),
             ],
             DISK: [Term("weights", (0, 0, weights, 0, 0, 0), 0), Term("kv", (0, 0, 0, 0, 0, held), 0)],
         }
@@ -334,6 +349,9 @@ class CostModel:
         else:
             by_tier[compute_tier].append(Term("embeddings and head", no_shares, model.end_bytes))
         by_tier[compute_tier].append(Term("slots", no_shares, slots))
+        if compute_tier == DEVICE:  # as it is taken in `open_on_device`
+            by_tier[HOST].append(Term("attention", no_shares, self.step(block).nbytes))
+            by_tier[HOST].append(Term("slots", no_shares, N_THROUGH * THROUGH_BYTES))
         return by_tier
 
     def step(self, block: BlockShape) -> StepMemory:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from millpond.budget import parse_bytes
+from millpond.cache.layer.host_layer_cache import HostKV
 from millpond.cache.tiered.block_store import STORE_BYTES
 from millpond.cache.tiered.disk_tier import LEAST_SLOT_BYTES, N_SLOTS, SLOT_BYTES, DiskTier
 from millpond.codec import DTYPES
@@ -80,6 +81,7 @@ class Opened:
         tier: Disk of KV, where some is on one.
         placement: Its placement.
         ledger: Record of the memory that it takes.
+        host_kv: Layers whose KV is in the host's memory while the model is on a device; None where one memory holds it.
     """
 
     model: Any
@@ -88,6 +90,7 @@ class Opened:
     tier: DiskTier | None
     placement: Placement
     ledger: Ledger
+    host_kv: HostKV | None = None
 
 
 def open_in_memory(
@@ -140,10 +143,7 @@ def open_in_memory(
     if disk_folder is not None:
         check_folder(disk_folder)
     elif config.weights is not None and not in_memory:
-        raise OptionError(
-            f"weights={config.weights!r} with memory= or plan=: packed weights are kept in a file; name a folder for "
-            "it with disk="
-        )
+        raise no_folder(config.weights)
     skeleton = Skeleton.of(folder, DTYPES.get(str(dtype)) if in_memory else None)
     check_dtype(dtype, skeleton)
     limit = None if memory is None else parse_bytes(memory)
@@ -155,7 +155,7 @@ def open_in_memory(
     verified = streaming.get("verify") == "always"
     store_bytes = 0 if config.prefix_disk is None else STORE_BYTES
     if plan is not None:
-        config = _with_plan(config, plan)
+        config = with_plan(config, plan)
     elif limit is None or _whole_bytes(size, config) + store_bytes <= limit:
         plan, workload = Plan(), None
     else:
@@ -177,11 +177,11 @@ def open_in_memory(
             raise BudgetError(
                 f"{error}; besides, prefix_disk= takes {store_bytes:,} bytes of memory for slots"
             ) from error
-        config, searched = _with_plan(config, plan), True
+        config, searched = with_plan(config, plan), True
     step = _step(size, config)
     all_layers = range(len(size.layers))
     streamed_layers, kv_layers = plan.streamed_layers(len(all_layers)), plan.kv_layers_on_disk(len(all_layers))
-    slot_bytes = _kv_slot_bytes(limit) if kv_layers else 0
+    slot_bytes = kv_slot_bytes(limit) if kv_layers else 0
     on_device = () if device is None else plan.device_layers(len(all_layers))
     kept = [index for index in all_layers if index not in {*streamed_layers, *on_device}]
     ends_on_disk = plan.ends == DISK
@@ -196,7 +196,7 @@ def open_in_memory(
     ledger = Ledger([Tier(HOST, "host", limit), Tier(DISK, "disk"), *([] if device is None else [device.tier])])
     for purpose, nbytes in {**step.by_purpose, "slots for prompts": store_bytes}.items():
         ledger.take(HOST, purpose, nbytes)
-    sizes = _sizes(skeleton, name, disk_folder, config.weights, report)
+    sizes = weight_sizes(skeleton, name, disk_folder, config.weights, report)
     streamed: StreamedLayers | None = None
     if streamed_layers or ends_on_disk or config.weights is not None or device is not None:
         with MemoryPacker(sizes, report) if in_memory else nullcontext() as pack:
@@ -248,7 +248,14 @@ def open_in_memory(
     return Opened(model, config, streamed, tier, placement, ledger)
 
 
-def _sizes(
+def no_folder(weights: str) -> OptionError:
+    """Return the error of weights in codes without a folder for their file."""
+    return OptionError(
+        f"weights={weights!r} with memory= or plan=: packed weights are kept in a file; name a folder for it with disk="
+    )
+
+
+def weight_sizes(
     skeleton: Skeleton, name: str | PathLike[str], disk: Path | None, weights: str | None, report: Report | None
 ) -> WeightSizes:
     """Return the layout of the weights; those in codes are first packed into a file if needed."""
@@ -267,7 +274,7 @@ def _whole_bytes(size: ModelSize, config: EngineConfig) -> int:
     return size.n_bytes + step.nbytes + step.kv_bytes(MIN_TOKENS)
 
 
-def _with_plan(config: EngineConfig, plan: Plan) -> EngineConfig:
+def with_plan(config: EngineConfig, plan: Plan) -> EngineConfig:
     """Return settings with those of a plan: sequences in one sweep, and prompt tokens."""
     block = plan.micro_batch if plan.schedule == "row" else plan.block
     return replace(
@@ -278,7 +285,7 @@ def _with_plan(config: EngineConfig, plan: Plan) -> EngineConfig:
     )
 
 
-def _kv_slot_bytes(limit: int | None) -> int:
+def kv_slot_bytes(limit: int | None) -> int:
     """Return the bytes of each slot that KV is read through.
 
     A small part of the memory, and large enough for the disk.

@@ -4,24 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from millpond.budget import parse_bytes
+from millpond.cache.attention.sparse_values import SparseValues
+from millpond.cache.layer.host_layer_cache import HostKV
+from millpond.cache.pages.tier_limits import TierLimits
+from millpond.cache.paging.choose import keeps_prompts
+from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.engine.config import EngineConfig
 from millpond.engine.offload.cost import StepMemory
+from millpond.engine.offload.device_search import fastest_device_plan
 from millpond.engine.offload.kv_size import KVSize, kv_size, planned
+from millpond.engine.offload.machine import Accelerator, MachineConstants
 from millpond.engine.offload.model_size import ModelSize, fingerprint, size_of
-from millpond.engine.offload.open import Opened, Placement, check_dtype, folder_of, kv_of
-from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, Capabilities, Plan, spread
+from millpond.engine.offload.open import (
+    Opened,
+    Placement,
+    check_dtype,
+    folder_of,
+    kv_of,
+    kv_slot_bytes,
+    no_folder,
+    weight_sizes,
+    with_plan,
+)
+from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, TIERS, Capabilities, Plan, spread
 from millpond.engine.offload.planner import Workload, usual_workloads
-from millpond.errors import BudgetError, OptionError
-from millpond.models.weights.sizes import WeightSizes
+from millpond.engine.offload.search import Limits
+from millpond.errors import BudgetError
+from millpond.hf.cache_spec import policy_of
+from millpond.models.cache_folder import check_folder
+from millpond.models.weights.packed_file import Report
 from millpond.models.weights.skeleton import Skeleton
 from millpond.models.weights.streamed import StreamedLayers
+from millpond.runner.cache_factory import attends_on_host
 from millpond.tiers.cuda import Bandwidths, CudaDevice
+from millpond.tiers.devices import Device
 from millpond.tiers.ledger import Ledger, Tier
 
 #: Bytes per second of a disk, assumed where nothing was measured.
@@ -145,8 +169,8 @@ def _with_layers(
     return DevicePlan(plan, workload, sequences, seconds)
 
 
-#: Capabilities of an engine there. KV is on the device, which a plan calls "host", its default.
-ON_DEVICE = Capabilities(weights=(DEVICE, HOST, DISK), kv=(HOST,), ends=("host",))
+#: Capabilities of an engine there. Embeddings and head are on the device.
+ON_DEVICE = Capabilities(weights=TIERS, kv=TIERS, ends=("host",))
 
 
 def open_on_device(
@@ -158,50 +182,84 @@ def open_on_device(
     dtype: str | None,
     config: EngineConfig,
     *,
+    disk: str | PathLike[str] | None = None,
+    machine: MachineConstants | None = None,
     workload: Workload | None = None,
-    device: CudaDevice | None = None,
+    device: Device | None = None,
+    report: Report | None = None,
+    tiered: Mapping[str, Any] | None = None,
     **streaming: Any,
 ) -> Opened:
     """Open the model in a folder so that it takes at most `device_memory` of the device.
 
-    Weights, KV and the buffers of a step count.
+    Weights, KV and the buffers of a step count. Matrices in codes (`config.weights`) pass the link as codes, which the
+    device widens some rows at a time.
 
     Args:
         name: Name or folder of the model.
         gpu: The GPU.
         device_memory: "16GiB" or bytes; None: no limit, which a plan needs.
-        memory: Limit of the weights in the host's memory; None: no limit.
-        plan: Placement to use; None searches for the fastest.
+        memory: Limit of weights and KV in the host's memory; None: no limit.
+        plan: Placement to use; None searches for the fastest: with `memory` and scipy over all shares of weights and
+            KV, else with all KV on the device.
         dtype: Must equal the saved dtype, if it is given at all.
         config: Settings of the engine.
+        disk: A folder for packed weights, and for KV that a plan puts on the disk; None: KV is in the model's folder.
+        machine: Constants of the host, for a plan that is searched for; None: measured once and kept.
         workload: Workload that a plan is made for.
-        device: Device to use; None: made here.
+        device: Device to use, one that can be measured where there is no plan; None: made here.
+        report: Called with the progress of packing.
+        tiered: Further arguments of `DiskTier`.
         **streaming: Arguments of `StreamedLayers`.
 
     Raises:
         BudgetError: less memory than the smallest that runs.
-        OptionError: no folder of safetensors, another dtype than the saved one, weights in codes, or a plan that a
-            device does not run.
+        OptionError: no folder of safetensors, another dtype than the saved one, weights in codes without a folder, a
+            disk folder that is missing or cannot be written, or a plan that a device does not run.
         DataError, UnsupportedModelError: as `Skeleton.of`.
     """
-    if config.weights is not None:
-        raise OptionError(f"weights={config.weights!r}: products with codes run on a CPU; leave it or device out")
+    if disk is not None:
+        check_folder(Path(disk))
+    elif config.weights is not None:
+        raise no_folder(config.weights)
     folder = folder_of(name, dtype)
     skeleton = Skeleton.of(folder)
     check_dtype(dtype, skeleton)
     capacity = None if device_memory is None else parse_bytes(device_memory)
     limit = None if memory is None else parse_bytes(memory)
     device = device or CudaDevice(gpu, capacity)
-    size, searched_plan = size_of(folder, skeleton), None
+    size, said = size_of(folder, skeleton, config.weights), tuple[str, ...]()
     if plan is None:
         assert capacity is not None, "checked by those who ask for it"
-        searched_plan = device_plan(size, config, capacity, limit, device.measure(), workload)
-        plan = searched_plan.plan
+        assert isinstance(device, CudaDevice), "one that can be measured"
+        speed = device.measure()
+        if limit is None or find_spec("scipy") is None:
+            searched = device_plan(size, config, capacity, limit, speed, workload)
+            plan, workload, said = searched.plan, searched.workload, (str(searched),)
+        else:
+            plan, workload = fastest_device_plan(
+                size,
+                config,
+                Limits(
+                    memory=limit,
+                    device_memory=capacity,
+                    sequences=config.max_running,
+                    prompt_rows=config.max_step_tokens,
+                    kv=config.kv_limit,
+                ),
+                Accelerator(flops=speed.flops, memory_per_s=speed.memory, link_per_s=speed.link),
+                _capabilities(config),
+                None if disk is None else Path(disk),
+                machine,
+                workload,
+                report,
+            )
     else:
+        workload = None
         ON_DEVICE.check(plan)
         if plan.model:
-            plan.check_model(fingerprint(skeleton))
-    config = replace(config, max_step_tokens=plan.prompt_rows)
+            plan.check_model(fingerprint(skeleton, config.weights))
+    config = with_plan(config, plan)
     n, step = len(size.layers), StepMemory.of(size, step_tokens=plan.prompt_rows, running=config.max_running)
     on_device, on_disk = plan.device_layers(n), plan.streamed_layers(n)
     kept = [index for index in range(n) if index not in {*on_device, *on_disk}]
@@ -210,7 +268,7 @@ def open_on_device(
         ledger.take(DEVICE, purpose, nbytes)
     streamed = StreamedLayers(
         skeleton,
-        WeightSizes(skeleton),
+        weight_sizes(skeleton, name, None if disk is None else Path(disk), config.weights, report),
         ledger,
         kept=kept,
         n_slots=min(plan.slots, len(kept) + len(on_disk)),
@@ -218,27 +276,77 @@ def open_on_device(
         on_device=on_device,
         **streaming,
     )
+    tier: DiskTier | None = None
     try:
-        left = ledger.free(DEVICE)
-        if left is not None:
-            config = replace(config, kv_memory=kv_of(left, "device_memory", config.kv_limit))
-        if config.kv_limit is not None:
-            ledger.take(DEVICE, "kv", config.kv_limit)
+        kv_on_disk, host_layers = plan.kv_layers_on_disk(n), plan.kv_layers_on_host(n)
+        if host_layers:
+            ledger.take(HOST, "attention", step.nbytes)  # at most what a step takes on the device
+        if kv_on_disk:
+            tier = DiskTier(
+                folder if disk is None else Path(disk),
+                kv_on_disk,
+                ledger=ledger,
+                slot_bytes=kv_slot_bytes(limit),
+                micro_batch=plan.micro_batch,
+                **tiered or {},
+            )
+        config, host_kv = _kv_memory(config, ledger, frozenset(host_layers), n, device, tier, plan.values)
     except BaseException:
         streamed.close()
+        if tier is not None:
+            tier.close()
         raise
     bytes_by_tier = {DEVICE: ledger.by_purpose(DEVICE), HOST: ledger.by_purpose(HOST)}
     if on_disk:
         bytes_by_tier[DISK] = {"weights": sum(size.layers[index].n_bytes for index in on_disk)}
-    placement = _placement(plan, bytes_by_tier, limit, searched_plan)
-    return Opened(streamed.model, config, streamed, None, placement, ledger)
+    placement = Placement(plan=plan, bytes=bytes_by_tier, memory_bytes=limit, workload=workload, said=said)
+    return Opened(streamed.model, config, streamed, tier, placement, ledger, host_kv)
 
 
-def _placement(
-    plan: Plan, bytes_by_tier: Mapping[str, Mapping[str, int]], limit: int | None, searched_plan: DevicePlan | None
-) -> Placement:
-    if searched_plan is None:
-        return Placement(plan=plan, bytes=bytes_by_tier, memory_bytes=limit)
-    return Placement(
-        plan=plan, bytes=bytes_by_tier, memory_bytes=limit, workload=searched_plan.workload, said=(str(searched_plan),)
-    )
+def _capabilities(config: EngineConfig) -> Capabilities:
+    """Return the placements that a plan that is searched for may use.
+
+    All KV is on the device where a method or a setting needs it there.
+    """
+    policy = policy_of(str(config.choice.method), dict(config.options))
+    one_memory = keeps_prompts(config.prefix_cache) or config.overflow == "rolling" or not attends_on_host(policy)
+    return replace(ON_DEVICE, kv=(DEVICE,)) if one_memory else ON_DEVICE
+
+
+def _kv_memory(
+    config: EngineConfig,
+    ledger: Ledger,
+    host_layers: frozenset[int],
+    n_layers: int,
+    device: Device,
+    tier: DiskTier | None,
+    values: float,
+) -> tuple[EngineConfig, HostKV | None]:
+    """Take the memory of KV on both sides.
+
+    Returns settings with that of the device, and the layers on the host. `kv_memory` is divided as the layers are.
+
+    Raises:
+        BudgetError: `kv_memory` is more than what is left.
+    """
+    requested = config.kv_limit
+    if not host_layers:
+        left = ledger.free(DEVICE)
+        if left is not None:
+            config = replace(config, kv_memory=kv_of(left, "device_memory", requested))
+        if config.kv_limit is not None:
+            ledger.take(DEVICE, "kv", config.kv_limit)
+        return config, None
+    of_host = None if requested is None else requested * len(host_layers) // n_layers
+    shares = {HOST: of_host, DEVICE: None if requested is None or of_host is None else requested - of_host}
+    if len(host_layers) == n_layers:
+        shares[DEVICE] = 0
+    limits: dict[str, int | None] = {}
+    for side, option in ((DEVICE, "device_memory"), (HOST, "memory")):
+        left = ledger.free(side)
+        limits[side] = shares[side] if left is None else kv_of(left, option, shares[side])
+        if (taken := limits[side]) is not None:
+            ledger.take(side, "kv", taken)
+    whole = TierLimits(limits[DEVICE], limits[HOST], pinned=tier is not None)
+    sparse = None if values == 1 else SparseValues(values)
+    return config, HostKV(host_layers, device, whole, sparse)

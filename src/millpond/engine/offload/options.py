@@ -73,9 +73,8 @@ class LoadOptions(LoadSettings):
         if self.gpu is not None and self.is_limited:
             if self.gpu.type != "cuda":
                 raise OptionError(f"device={self.device!r}: memory limits and plans are for 'cuda' devices and the CPU")
-            for name in ("disk", "machine"):
-                if getattr(self, name) is not None:
-                    raise OptionError(f"{name}= is for models on the CPU; with device={self.device!r} leave it out")
+            if self.machine is not None and self.memory is None:
+                raise OptionError("machine= is for a plan inside the host's memory; give memory=, or leave it out")
             if self.plan in (None, AUTO) and self.device_memory is None:
                 raise OptionError(
                     f"memory= with device={self.device!r} needs device_memory=, such as '16GiB', or a plan"
@@ -137,11 +136,22 @@ class LoadOptions(LoadSettings):
         if self.prompt_tokens is not None and self.new_tokens is not None:
             workload = Workload(prompt=self.prompt_tokens, new=self.new_tokens)
         device = self.usable_gpu()
-        if device is not None:
-            return open_on_device(
-                model, device, self.device_memory, self.memory, plan, dtype, config, workload=workload
-            )
         with bar() as report:
+            if device is not None:
+                return open_on_device(
+                    model,
+                    device,
+                    self.device_memory,
+                    self.memory,
+                    plan,
+                    dtype,
+                    config,
+                    disk=self.disk,
+                    machine=self.machine,
+                    workload=workload,
+                    report=report,
+                    verify=self.verify,
+                )
             return open_in_memory(
                 model,
                 self.memory,

@@ -70,7 +70,10 @@ class Plan:
     Attributes:
         weights: Shares of the tiers "device", "host" and "disk"; they sum to 1. These are shares of the layers, of all
             sequences alike: the last norm always stays in memory, and so do positions and scores of entries.
-        kv: Shares of the same tiers; they sum to 1.
+        kv: Shares of the same tiers; they sum to 1. Layers whose KV is on the host or a disk attend on the host. "host"
+            alone is the device's memory where there is one; {"device": 0, "host": 1} is the host's.
+        values: Share of the entries whose values a decoding step reads in layers that attend on the host of a device:
+            those with the most attention, which is computed from all keys. 1 reads all.
         ends: Tier of embeddings and head. On the "disk" the head is read in tiles after the layers of each sweep, and
             of embeddings the rows of the sweep's tokens.
         schedule: "row" runs one micro-batch in each sweep over the layers; "zigzag" runs all micro-batches of a block
@@ -94,6 +97,7 @@ class Plan:
 
     weights: Mapping[str, float] = field(default_factory=lambda: {HOST: 1.0})
     kv: Mapping[str, float] = field(default_factory=lambda: {HOST: 1.0})
+    values: float = 1.0
     ends: Ends = "host"
     schedule: Schedule = "zigzag"
     micro_batch: int = 32
@@ -112,6 +116,13 @@ class Plan:
             raise unknown("place of the ends", str(self.ends), get_args(Ends))
         for name, min_value in (("micro_batch", 1), ("prompt_rows", 1), ("slots", 2)):
             _at_least(name, getattr(self, name), min_value)
+        if isinstance(self.values, bool) or not isinstance(self.values, int | float) or not 0 < self.values <= 1:
+            raise OptionError(f"plan: values={self.values!r} must be a share above 0 and at most 1")
+        if self.values < 1 and (self.kv == {HOST: 1.0} or self.kv.get(DISK)):
+            raise OptionError(
+                f"plan: values={self.values:g} is for entries in the memory of a device's host, such as "
+                "kv={'device': 0.5, 'host': 0.5}; runs of pages are read from a disk whole"
+            )
         if self.block is not None:
             _at_least("block", self.block, 1)
             if self.schedule == "row" and self.block > self.micro_batch:
@@ -154,6 +165,20 @@ class Plan:
         kept = set(spread(self._whole(1 - self.share("kv", DISK), n_layers), n_layers))
         return tuple(i for i in range(n_layers) if i not in kept)
 
+    def kv_layers_on_host(self, n_layers: int) -> tuple[int, ...]:
+        """Return the indices of the layers that attend on the host of a device.
+
+        Those with KV on a disk are among them. Those with KV on the device are as many as their share holds, rounded
+        down.
+        """
+        if self.kv == {HOST: 1.0}:
+            return ()
+        on_disk = set(self.kv_layers_on_disk(n_layers))
+        here = [i for i in range(n_layers) if i not in on_disk]
+        n = min(self._whole(self.share("kv", DEVICE), n_layers), len(here))
+        on_device = {here[i] for i in spread(n, len(here))}
+        return tuple(i for i in range(n_layers) if i not in on_device)
+
     @staticmethod
     def _whole(share: float, n_layers: int) -> int:
         """Return how many whole layers a share holds."""
@@ -183,7 +208,10 @@ def spread(n: int, among: int) -> tuple[int, ...]:
 
 
 def _shares(name: str, shares: object) -> dict[str, float]:
-    """Return checked shares, in the order of the tiers, without those that are 0."""
+    """Return checked shares, in the order of the tiers.
+
+    Those that are 0 are left out, but a device's of KV.
+    """
     if not isinstance(shares, Mapping):
         raise OptionError(f"plan: {name}={shares!r} must name shares of tiers, such as {{'host': 0.5, 'disk': 0.5}}")
     for tier, share in shares.items():
@@ -195,7 +223,8 @@ def _shares(name: str, shares: object) -> dict[str, float]:
     if abs(total - 1) > _ROUNDING:
         shares_text = ", ".join(f"{tier} {share:g}" for tier, share in shares.items()) or "none"
         raise OptionError(f"plan: shares of {name} ({shares_text}) sum to {total:g}; they must sum to 1")
-    return {tier: float(shares[tier]) for tier in TIERS if shares.get(tier)}
+    named = (DEVICE,) if name == "kv" else ()  # a device that holds none is one all the same
+    return {tier: float(shares[tier]) for tier in TIERS if shares.get(tier) or (tier in named and tier in shares)}
 
 
 def _at_least(name: str, value: object, min_value: int) -> None:
@@ -210,6 +239,9 @@ def sentences(plan: Plan) -> Iterator[str]:
     disk = plan.share("weights", DISK)
     read = f", {disk:.0%} of the layers read in every sweep through {plan.slots} slots" if disk else ""
     ends = ", embeddings and head read from the disk" if plan.ends == DISK else ""
+    if DEVICE in plan.kv:
+        shares = ", ".join(f"{share:.0%} {tier}" for tier, share in plan.kv.items() if share)
+        yield f"layers: {', '.join(f'{share:.0%} {tier}' for tier, share in plan.weights.items())}; their KV: {shares}"
     yield (
         f"block: {plan.block} sequences, micro-batch {plan.micro_batch}, {plan.prompt_rows} prompt tokens a sweep, "
         f"schedule {plan.schedule}{read}{ends}"
@@ -279,7 +311,10 @@ MAX_BYTES = 1 << 20
 
 def to_json(plan: Plan) -> str:
     """Return a plan as JSON text that `from_json` reads."""
-    return json.dumps({"format": FORMAT, **asdict(plan)}, indent=1) + "\n"
+    plan_fields = asdict(plan)
+    if plan.values == 1:  # which versions without the field read alike
+        del plan_fields["values"]
+    return json.dumps({"format": FORMAT, **plan_fields}, indent=1) + "\n"
 
 
 def from_json(text: str | bytes) -> Plan:

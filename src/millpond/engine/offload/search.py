@@ -175,7 +175,7 @@ def _promising(cost: CostModel, limits: Limits, capabilities: Capabilities) -> l
             cost,
             block,
             room,
-            {bound for bound in PLACES if _is_allowed(bound, capabilities)} if block.slots else in_memory,
+            {bound for bound in PLACES if is_allowed(bound, capabilities)} if block.slots else in_memory,
         )
         if min_s < inf:
             bounds.append((min_s, index, block))
@@ -232,12 +232,12 @@ def solve(cost: CostModel, block: BlockShape, limits: Limits, capabilities: Capa
     Raises:
         OptionError: scipy is not installed.
     """
-    allowed = {place: _is_allowed(place, capabilities) for place in PLACES}
+    allowed = {place: is_allowed(place, capabilities) for place in PLACES}
     in_memory = {"weights host": 1.0, "kv host": 1.0}
     bytes_of = cost.bytes(block)
     if block.slots == 0:  # nothing is read: only the host's memory says whether it runs
         return (
-            in_memory if _fits(bytes_of, in_memory, limits) and allowed["weights host"] and allowed["kv host"] else None
+            in_memory if fits(bytes_of, in_memory, limits) and allowed["weights host"] and allowed["kv host"] else None
         )
     free = [place for place, is_allowed in allowed.items() if is_allowed]
     if set(free) <= {"weights host", "weights disk", "kv host"}:  # one choice: more weights in memory never cost time
@@ -248,7 +248,7 @@ def solve(cost: CostModel, block: BlockShape, limits: Limits, capabilities: Capa
             solve_linear(cost, block, limits, solution) for solution in (choices if "kv disk" in free else [free])
         ]
         fitting = [solution for solution in solutions if solution is not None]
-        shares = min(fitting, key=lambda solution: _seconds(cost, block, solution), default=None)
+        shares = min(fitting, key=lambda solution: block_seconds(cost, block, solution), default=None)
     return None if shares is None else _whole_layers(cost, shares, bytes_of, limits)
 
 
@@ -314,7 +314,7 @@ def predicted(cost: CostModel, block: BlockShape, shares: Shares) -> Plan:
     seconds = prefill_s + decode_s
     plan = Plan(
         weights=_of("weights", shares),
-        kv=_of("kv", shares),
+        kv=({} if cost.machine.accelerator is None else {DEVICE: 0.0}) | _of("kv", shares),  # a device is named
         schedule=block.schedule,
         micro_batch=min(block.micro_batch, block.sequences),
         block=block.sequences,
@@ -357,7 +357,7 @@ def _sweeps(cost: CostModel, block: BlockShape) -> tuple[int, int]:
     return sweeps_of_block.prefill, sweeps_of_block.decode
 
 
-def _seconds(cost: CostModel, block: BlockShape, shares: Shares) -> float:
+def block_seconds(cost: CostModel, block: BlockShape, shares: Shares) -> float:
     prefills, decodes = _sweeps(cost, block)
     return prefills * _longest(cost.prefill(block), shares)[0] + decodes * _longest(cost.decode(block), shares)[0]
 
@@ -372,12 +372,12 @@ def _of(kind: str, shares: Shares) -> dict[str, float]:
     return {tier: share / total for tier, share in by_tier.items() if share > 0}
 
 
-def _is_allowed(place: str, capabilities: Capabilities) -> bool:
+def is_allowed(place: str, capabilities: Capabilities) -> bool:
     kind, _, tier = place.partition(" ")
     return tier in (capabilities.weights if kind == "weights" else capabilities.kv)
 
 
-def _fits(bytes_of: Mapping[str, list[Term]], shares: Shares, limits: Limits) -> bool:
+def fits(bytes_of: Mapping[str, list[Term]], shares: Shares, limits: Limits) -> bool:
     return all(sum(term.at(shares) for term in bytes_of[tier]) <= limits.of(tier) for tier in (DEVICE, HOST))
 
 
@@ -392,7 +392,7 @@ def _whole_layers(cost: CostModel, shares: Shares, bytes_of: Mapping[str, list[T
     in_memory = {f"weights {tier}": int(shares.get(f"weights {tier}", 0.0) * n + 1e-6) / n for tier in (DEVICE, HOST)}
     rounded = {**shares, **in_memory, "weights disk": 1 - sum(in_memory.values())}
     if in_memory["weights device"]:
-        return rounded if _fits(bytes_of, rounded, limits) else None
+        return rounded if fits(bytes_of, rounded, limits) else None
     free_bytes = limits.memory - sum(term.at({**rounded, "weights host": 0.0}) for term in bytes_of[HOST])
     kept = round(in_memory["weights host"] * n)
     while kept and sum(layers[index].n_bytes for index in spread(kept, n)) > free_bytes:
@@ -404,7 +404,7 @@ def blocks(cost: CostModel, limits: Limits, capabilities: Capabilities) -> Itera
     """Yield all blocks that are tried and may fit."""
     for schedule in sorted(capabilities.schedules, reverse=True):  # of equals the first is taken: zigzag, row, diagonal
         for index, rows in enumerate(limits.rows):
-            for sequences in _counts(limits.sequences):
+            for sequences in block_sizes(limits.sequences):
                 used_rows = min(rows, sequences * cost.kv.prompt)
                 if used_rows < rows and index and used_rows <= limits.rows[index - 1]:
                     continue  # as with fewer rows
@@ -451,7 +451,7 @@ def _may_fit(cost: CostModel, block: BlockShape, limits: Limits, capabilities: C
     return False
 
 
-def _counts(max_count: int) -> Iterator[int]:
+def block_sizes(max_count: int) -> Iterator[int]:
     """Yield 1, 2, 3, ..., 10, 12, 14, ... up to `max_count`.
 
     All up to 10, then steps of about a fifth.

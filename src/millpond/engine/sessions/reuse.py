@@ -239,6 +239,8 @@ def why_not(cache_factory: CacheFactory) -> str | None:
     """Return why a cache cannot be stored and continued by a later turn; None: it can."""
     if cache_factory.tier is not None:
         return "its keys and values lie on a disk already, in files of one process"
+    if cache_factory.host_kv is not None:
+        return "its layers have keys and values on different tiers"
     if cache_factory.whole_prompt:
         return "it reads a prompt in one pass, and a later turn would not see what it looked up"
     return None

@@ -61,6 +61,8 @@ class RequestTransfer:
             raise OptionError(
                 f"request {state.request.request_id!r} has images, which move to no other engine; let it finish here"
             )
+        if cache_factory.host_kv is not None:
+            raise OptionError("keys and values on several tiers do not move: use engines that keep them in one memory")
         if state.replaying:
             raise OptionError(
                 f"request {state.request.request_id!r} is read again, since a pass failed that it had a part of; call "

@@ -76,7 +76,7 @@ def _multiply(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 #: When packed parts are compared with their checksums.
 Verify = Literal["first", "always"]
 #: Slots of the host that weights pass on their way from a disk to a device, and bytes of each.
-_N_THROUGH, _THROUGH_BYTES = 2, 4 << 20
+N_THROUGH, THROUGH_BYTES = 2, 4 << 20
 
 
 class StreamedLayers:
@@ -156,7 +156,7 @@ class StreamedLayers:
         if device is not None:
             host = sizes.kept_bytes(kept) - sizes.kept_bytes(())
             self._holdings.append(ledger.take("host", "weights", host))
-            self._holdings.append(ledger.take("host", "slots", _N_THROUGH * _THROUGH_BYTES))
+            self._holdings.append(ledger.take("host", "slots", N_THROUGH * THROUGH_BYTES))
         self.nbytes = sum(holding.nbytes for holding in self._holdings)
         self._files: dict[Path, Any] = {}
         self._open_file, self._overlap = open_file, overlap
@@ -170,7 +170,7 @@ class StreamedLayers:
         self._sources: dict[int, Slot] = {}
         if device is not None:
             _move_buffers(self.model, device)
-            self._through = [Slot(aligned_buffer(_THROUGH_BYTES)) for _ in range(_N_THROUGH)]
+            self._through = [Slot(aligned_buffer(THROUGH_BYTES)) for _ in range(N_THROUGH)]
             for slot in self._through:
                 device.pin(slot.data)
             self._to_device = DeviceLoader(self._loader, device, self._through)
