@@ -14,6 +14,7 @@ from millpond.cluster.event_loop import BackgroundTasks, quietly
 from millpond.cluster.handle import WorkerHandle, WorkerLostError
 from millpond.cluster.messages import RequestDelta, StartMessage, WorkerReport, error_of
 from millpond.cluster.migration import Drain, Migrator
+from millpond.cluster.replan import Replanner
 from millpond.cluster.router import Load, PrefixLedger, RecentWork, choose
 from millpond.cluster.settings import ClusterSettings
 from millpond.cluster.worker_pool import MakeWorker, WorkerPool
@@ -166,6 +167,9 @@ class Dispatcher:
         self._watched: OrderedDict[str, tuple[str, str, str]] = OrderedDict()  # with worker, name and client
         self._prefixes, self._recent = PrefixLedger(block), RecentWork()
         self._retry_queue, self._deadlines = RetryQueue(settings.max_replays), Deadlines(self._expired)
+        self._replanner = (
+            None if settings.replan_s is None else Replanner(settings.replan_s, self._able_names, self._change_role)
+        )
         self._without: dict[Role, MillpondError] = {}  # roles of which no worker is left or starts, and why
         self._closed = False
 
@@ -176,6 +180,8 @@ class Dispatcher:
             MillpondError: one of them does not start; all are ended.
         """
         await self._pool.open()
+        if self._replanner is not None:
+            self._tasks.run(self._replanner.run())
 
     async def close(self) -> None:
         """End all requests and all workers."""
@@ -219,21 +225,59 @@ class Dispatcher:
         """Workers that serve, by name."""
         return [handle for _, handle in sorted(self._pool.serving.items())]
 
-    async def drain(self, worker: str, *, replaced: bool = True) -> DrainResult:
+    async def drain(self, worker: str, *, replaced: bool = True, role: Role | None = None) -> DrainResult:
         """Give the requests of a worker to others, and end it.
 
+        Args:
+            worker: Its name.
+            replaced: Start another one in its place.
+            role: Role of that one; None: its own.
+
         Raises:
-            OptionError, MillpondError: see `WorkerPool.begin_drain`; it serves as before.
+            OptionError: a role that this cluster does not have, or see `WorkerPool.begin_drain`; it serves as before.
+            MillpondError: no other worker starts; one of its own role is started in the background.
         """
-        handle, replacing = await self._pool.begin_drain(worker, replaced)
+        if role is not None and not replaced:
+            raise OptionError(
+                f"role={role!r} is that of the worker in its place, and there is to be none: leave one out"
+            )
+        changes = role is not None and role != self._role_of(worker)
+        if changes and role not in self._settings.roles:
+            roles = " and ".join(dict.fromkeys(self._settings.roles))
+            raise OptionError(f"role={role!r}: the workers of this cluster are {roles} workers")
+        handle, replacing = await self._pool.begin_drain(worker, replaced and not changes)
         began = time.monotonic()
         moved, again = await Drain(handle, self, self._migrator, self._tasks).run()
         seconds = time.monotonic() - began
         retired = await self._pool.retire(handle)
-        self._prefixes.keep_workers(self._pool.serving)
-        if retired and replaced and not replacing:
+        self._keep_workers()
+        if retired and changes and role is not None:
+            try:
+                await self._pool.start(role)
+            except MillpondError:
+                self._pool.replace(handle.role)
+                raise
+            self.figures.role_changes += 1
+        elif retired and replaced and not replacing:
             self._pool.replace(handle.role)
         return DrainResult(worker, moved, again, seconds)
+
+    def _keep_workers(self) -> None:
+        """Forget what was known of workers that have gone."""
+        self._prefixes.keep_workers(self._pool.serving)
+        if self._replanner is not None:
+            self._replanner.load.keep_workers(self._pool.serving)
+
+    def _role_of(self, worker: str) -> Role | None:
+        handle = self._pool.serving.get(worker)
+        return None if handle is None else handle.role
+
+    def _able_names(self) -> dict[Role, list[str]]:
+        roles: tuple[Role, ...] = ("prefill", "decode")
+        return {role: sorted(one.name for one in self._pool.able(role)) for role in roles}
+
+    async def _change_role(self, worker: str, role: Role) -> DrainResult:
+        return await self.drain(worker, role=role)
 
     # ------------------------------------------------------------------ requests
 
@@ -405,6 +449,8 @@ class Dispatcher:
         """See `PoolListener`."""
         self._migrator.mark_responsive(handle.name)
         now = time.monotonic()
+        if self._replanner is not None and self._pool.serving.get(handle.name) is handle:
+            self._replanner.load.reported(handle.name, handle.role, report)
         for update in report.updates:
             entry = self._by_name.get(update.name)
             if entry is not None:  # else it is of an earlier epoch, or over
@@ -420,7 +466,7 @@ class Dispatcher:
     def lost(self, handle: WorkerHandle) -> None:
         """See `PoolListener`: its requests go to others."""
         self.figures.deaths += 1
-        self._prefixes.keep_workers(self._pool.serving)
+        self._keep_workers()
         for entry in list(self._entries.values()):
             if entry.worker == handle.name:
                 self.restart(entry)
@@ -444,6 +490,8 @@ class Dispatcher:
         error = error_of(update)
         changed = entry.add(update, now)
         if update.finished:
+            if self._replanner is not None and error is None:
+                self._replanner.load.finished(*entry.lengths)
             self._forget(entry)
             if error is not None:
                 entry.end("error")

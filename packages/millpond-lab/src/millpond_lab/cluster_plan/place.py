@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from millpond.cluster.replan import LoadShape
 from millpond.errors import DataError, OptionError
 from millpond_lab.cluster_plan.layout import (
     FREE_MOVES,
@@ -286,37 +287,7 @@ def compare(
     return sorted(rows, key=lambda row: -row.per_device)
 
 
-#: Share by which a mean length may change before the load counts as another one.
-SHIFT = 0.2
-
 Lengths = Sequence[tuple[int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadShape:
-    """Mean tokens of prompts and of answers."""
-
-    prompt: float
-    output: float
-
-    @classmethod
-    def of(cls, lengths: Lengths) -> LoadShape:
-        """Of (prompt, output) tokens of at least one request."""
-        return cls(statistics.fmean(one for one, _ in lengths), statistics.fmean(one for _, one in lengths))
-
-    def shift(self, newer: LoadShape) -> str | None:
-        """A sentence on how a newer load differs; None where it is alike.
-
-        >>> LoadShape(1000, 100).shift(LoadShape(1100, 150))
-        'The mean answer went from 100 to 150 tokens.'
-        """
-        changes = [
-            f"the mean {name} went from {old:,.0f} to {new:,.0f} tokens"
-            for name, old, new in (("prompt", self.prompt, newer.prompt), ("answer", self.output, newer.output))
-            if abs(new - old) > SHIFT * old
-        ]
-        text = " and ".join(changes)
-        return f"{text[0].upper()}{text[1:]}." if text else None
 
 
 def watch(
