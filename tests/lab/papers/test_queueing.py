@@ -17,8 +17,9 @@ TIMES = StepTimes(0.1, 0.0, 0.0, (DecodeTimes(None, 0.0, 0.0, 0.0),))
 LENGTHS = [(100, 1)] * 20_000
 
 
-def simulated(rate: float, times: StepTimes) -> float:
-    layout = ClusterLayout((WorkerPlan("both", times, step_tokens=100),))
+def simulated(rate: float, times: StepTimes, stages: int = 1) -> float:
+    worker = WorkerPlan("both", times, stages, step_tokens=100, stages=stages, stage_s=0.0)
+    layout = ClusterLayout((worker,))
     found = Simulation(layout, CacheSize(1, 1)).run(sample(LENGTHS, 10_000, rate, 3))
     assert found is not None
     return statistics.fmean(outcome.ttft for outcome in found)
@@ -27,6 +28,17 @@ def simulated(rate: float, times: StepTimes) -> float:
 @pytest.mark.parametrize("rate", [2.0, 5.0])
 def test_the_simulation_waits_as_the_formula_says(rate: float) -> None:
     assert simulated(rate, TIMES) == pytest.approx(mean_ttft(rate, 0.1), rel=0.02)
+
+
+@pytest.mark.parametrize("rate", [7.0, 15.0])
+def test_a_pipeline_waits_as_the_formula_says(rate: float) -> None:
+    free, waits = 0.0, list[float]()
+    for request in sample(LENGTHS, 10_000, rate, 3):  # the queue of these very arrivals: a prompt enters every 0.05 s
+        begins = max(free, request.at)
+        free = begins + 0.05
+        waits.append(begins + 0.1 - request.at)
+    assert statistics.fmean(waits) == pytest.approx(mean_ttft_pipelined(rate, 0.1), rel=0.03)
+    assert simulated(rate, TIMES, stages=2) == pytest.approx(statistics.fmean(waits), rel=0.015)
 
 
 def test_two_devices_in_closed_form() -> None:
