@@ -30,9 +30,9 @@ _CLOSE_S = 5.0
 class PipelineLLM:
     """Answers prompts with a model whose layers are shared out over processes; tokens are those of one process.
 
-    The stages run the same steps, and one step at a time is under way: while one stage computes, the others wait. So each
-    process holds a part of the weights and of the caches, and answers take as long as in one process, or longer. Layers
-    run as modules, so that tokens are those of `LLM(runner="modules")`.
+    The stages run the same steps, and one step at a time is under way: while one stage computes, the others wait. So
+    each process holds a part of the weights and of the caches, and answers take as long as in one process, or longer.
+    Layers run as modules, so that tokens are those of `LLM(runner="modules")`.
 
     Args:
         model: A name or folder that every process loads.
