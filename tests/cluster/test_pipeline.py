@@ -38,25 +38,27 @@ def tokens(outputs: list[mp.RequestOutput]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("method", "budget", "codec"),
+    ("method", "budget", "codec", "micro_batches"),
     [
-        ("full", None, "auto"),
-        ("h2o", "30%", "int4"),
-        pytest.param("snapkv", "30%", "auto", marks=pytest.mark.slow),
-        pytest.param("streaming", 16, "auto", marks=pytest.mark.slow),
+        ("full", None, "auto", 1),
+        ("h2o", "30%", "int4", 2),
+        pytest.param("snapkv", "30%", "auto", 2, marks=pytest.mark.slow),
+        pytest.param("streaming", 16, "auto", 1, marks=pytest.mark.slow),
     ],
 )
-def test_two_processes_give_the_tokens_of_one(folder: Path, method: str, budget: Any, codec: str) -> None:
+def test_two_processes_give_the_tokens_of_one(
+    folder: Path, method: str, budget: Any, codec: str, micro_batches: int
+) -> None:
     options = {"method": method, "budget": budget, "codec": codec, "max_step_tokens": 16}
     with mp.LLM(str(folder), **options) as llm:  # type: ignore[arg-type]
         expected = tokens(llm.generate(PROMPTS, params()))
-    with PipelineLLM(folder, threads=1, **options) as pipeline:  # type: ignore[arg-type]
+    with PipelineLLM(folder, threads=1, micro_batches=micro_batches, **options) as pipeline:  # type: ignore[arg-type]
         assert tokens(pipeline.generate(PROMPTS, params())) == expected
         with pytest.raises(OptionError):
             pipeline.generate([prompt(5), ()], params())
         assert tokens(pipeline.generate(PROMPTS[:2], params())) == expected[:2]
-        assert pipeline._llm is not None
-        assert pipeline._llm.engine._parts.snapshots._shapes[1:] == [], "two of the three layers are elsewhere"
+        assert pipeline._stage is not None
+        assert [len(one.engine._parts.snapshots._shapes) for one in pipeline._stage._llms] == [1] * micro_batches
         (process,) = pipeline._processes
         process.kill()
         process.join()
@@ -68,7 +70,12 @@ def test_two_processes_give_the_tokens_of_one(folder: Path, method: str, budget:
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"stages": 1}, "from 2 to"), ({"method": "pyramidkv"}, "pyramidkv"), ({"stages": 4}, "a model of 3 layers")],
+    [
+        ({"stages": 1}, "from 2 to"),
+        ({"micro_batches": 0}, "from 1 to"),
+        ({"method": "pyramidkv"}, "pyramidkv"),
+        ({"stages": 4}, "a model of 3 layers"),
+    ],
 )
 def test_what_a_pipeline_refuses(folder: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(MillpondError, match=said):

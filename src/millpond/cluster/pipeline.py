@@ -7,13 +7,14 @@ import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from multiprocessing.connection import Connection
 from os import PathLike, fspath
 from typing import Any, Self
 
-from millpond.cluster.stage_model import StageLink, StageLostError, cut
+from millpond.cluster.stage import Stage, StageOptions
+from millpond.cluster.stage_model import StageLink, StageLostError
 from millpond.cpu_limit import usable_cpus
-from millpond.engine.llm import LLM, load
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.prompts import Prompts, prompts_of
 from millpond.engine.sampling.params import SamplingParams
@@ -21,7 +22,7 @@ from millpond.errors import MillpondError, OptionError, unknown
 
 #: Methods whose rules for a layer know nothing of other layers.
 METHODS = ("full", "h2o", "snapkv", "streaming")
-#: Most processes.
+#: Most processes, and most micro-batches.
 MAX_STAGES = 64
 #: Seconds that a process has to end by itself.
 _CLOSE_S = 5.0
@@ -30,22 +31,24 @@ _CLOSE_S = 5.0
 class PipelineLLM:
     """Answers prompts with a model whose layers are shared out over processes; tokens are those of one process.
 
-    The stages run the same steps, and one step at a time is under way: while one stage computes, the others wait. So
-    each process holds a part of the weights and of the caches, and answers take as long as in one process, or longer.
-    Layers run as modules, so that tokens are those of `LLM(runner="modules")`.
+    Each process holds a part of the weights and of the caches. Layers run as modules: tokens are those of
+    `LLM(runner="modules")`. With several micro-batches each stage can compute a step of one while others compute those
+    of others; as the rows of a step are other ones then, sums of 16 bits are rounded otherwise than in one process.
 
     Args:
         model: A name or folder that every process loads.
         stages: Number of processes, this one among them.
+        micro_batches: Parts of the prompts whose steps are under way at a time.
         method: "full", "h2o", "snapkv" or "streaming": methods that choose in each layer by itself.
         budget: As of `LLM`.
         codec: As of `LLM`, one format for all layers.
         dtype: As of `LLM`.
-        threads: Of each process; None: the CPUs of this machine, shared out.
+        threads: Of each micro-batch in each process; None: the CPUs of this machine, shared out over processes.
         max_step_tokens: As of `LLM`.
 
     Raises:
-        OptionError: stages or a method out of range, or more stages than layers. UnsupportedModelError: see `cut`.
+        OptionError: stages, micro-batches or a method out of range, or more stages than layers.
+        UnsupportedModelError: see `cut`.
         MillpondError: another process does not start; none is left.
     """
 
@@ -54,6 +57,7 @@ class PipelineLLM:
         model: str | PathLike[str],
         *,
         stages: int = 2,
+        micro_batches: int = 1,
         method: str = "full",
         budget: str | int | float | None = None,
         codec: str = "auto",
@@ -63,37 +67,55 @@ class PipelineLLM:
     ) -> None:
         if not 2 <= stages <= MAX_STAGES:
             raise OptionError(f"stages={stages} must be from 2 to {MAX_STAGES}; one process is millpond.LLM")
+        if not 1 <= micro_batches <= MAX_STAGES:
+            raise OptionError(f"micro_batches={micro_batches} must be from 1 to {MAX_STAGES}")
         if method not in METHODS:
             raise unknown("method of a pipeline", method, METHODS)
-        options = {"method": method, "budget": budget, "codec": codec, "max_step_tokens": max_step_tokens}
+        engine = {"method": method, "budget": budget, "codec": codec, "max_step_tokens": max_step_tokens}
         shared = threads or max(1, usable_cpus() // stages)
+        options = StageOptions(fspath(model), dtype, shared, stages, micro_batches, engine)
         context = multiprocessing.get_context("spawn")
-        pipes = [context.Pipe() for _ in range(stages - 1)]
+        pipes = [[context.Pipe() for _ in range(micro_batches)] for _ in range(stages - 1)]
+        self._names = count()
         self._controls: list[Connection] = []
         self._processes: list[Any] = []
-        self._llm: LLM | None = None
-        self._behind = StageLink(pipes[0][0], "stage 1")
+        self._stage: Stage | None = None
+        behind = [StageLink(ours, "stage 1") for ours, _ in pipes[0]]
         try:
-            for stage in range(1, stages):
+            for number in range(1, stages):
                 ours, theirs = context.Pipe()
-                ends = (pipes[stage - 1][1], pipes[stage][0] if stage < stages - 1 else None)
-                arguments = (fspath(model), dtype, shared, options, stage, stages, *ends, theirs)
-                process = context.Process(target=_serve, args=arguments, daemon=True)
+                ends = (
+                    [end for _, end in pipes[number - 1]],
+                    [end for end, _ in pipes[number]] if number < stages - 1 else [],
+                )
+                process = context.Process(target=_serve, args=(options, number, *ends, theirs), daemon=True)
                 process.start()
-                for end in (theirs, *ends):
-                    if end is not None:
-                        end.close()  # so that a process that ends is noticed here
+                for end in (theirs, *ends[0], *ends[1]):
+                    end.close()  # so that a process that ends is noticed here
                 self._controls.append(ours)
                 self._processes.append(process)
-            self._llm = _open(fspath(model), dtype, shared, options, 0, stages, None, self._behind)
+            self._stage = Stage(options, 0, [], behind)
             for control in self._controls:
                 self._check(control.recv())
         except (StageLostError, EOFError) as error:
             self.close()
             raise self._reason(error) from error
         except BaseException:
+            for link in behind:
+                link.close()
+            for process in self._processes:
+                process.kill()
             self.close()
             raise
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights in this process.
+
+        Raises:
+            StageLostError: the pipeline is closed.
+        """
+        return self._open_stage().weight_bytes
 
     def generate(
         self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -101,17 +123,18 @@ class PipelineLLM:
         """Answer all prompts: the outputs of `LLM.generate`, in the order of the prompts; see there for errors.
 
         Raises:
+            OptionError: another number of params, or a prompt is refused.
             StageLostError: a process has ended, and the pipeline with it.
         """
-        if self._llm is None:
-            raise StageLostError("the pipeline is closed: begin again with a new one")
-        each: Any = prompts_of(prompts)
-        chosen = [params or SamplingParams()] * len(each) if not isinstance(params, Sequence) else list(params)
+        stage, each = self._open_stage(), prompts_of(prompts)
+        chosen = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(each)
+        if len(chosen) != len(each):
+            raise OptionError(f"{len(chosen)} params for {len(each)} prompts; give one, or one for each")
         seeded = [one if one.seed is not None else replace(one, seed=secrets.randbits(63)) for one in chosen]
         try:
             for control in self._controls:
                 control.send((each, seeded))
-            outputs = self._llm.generate(each, seeded)
+            outputs = stage.generate(each, seeded)
             for control in self._controls:
                 self._check(control.recv())
         except (StageLostError, EOFError, OSError) as error:
@@ -121,14 +144,13 @@ class PipelineLLM:
             for control in self._controls:
                 control.recv()
             raise
-        return outputs
+        return [replace(output, request_id=str(next(self._names))) for output in outputs]
 
     def close(self) -> None:
         """End the other processes."""
-        self._behind.close()
-        llm, self._llm = self._llm, None
-        if llm is not None:
-            llm.close()
+        stage, self._stage = self._stage, None
+        if stage is not None:
+            stage.close()
         for control in self._controls:
             with suppress(OSError):
                 control.send(None)
@@ -142,6 +164,11 @@ class PipelineLLM:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _open_stage(self) -> Stage:
+        if self._stage is None:
+            raise StageLostError("the pipeline is closed: begin again with a new one")
+        return self._stage
 
     @staticmethod
     def _check(answer: str | None) -> None:
@@ -158,40 +185,21 @@ class PipelineLLM:
         return error if isinstance(error, StageLostError) else StageLostError("a stage has ended: begin again")
 
 
-def _open(
-    model: str,
-    dtype: str | None,
-    threads: int,
-    options: dict[str, Any],
-    stage: int,
-    stages: int,
-    before: StageLink | None,
-    behind: StageLink | None,
-) -> LLM:
-    loaded, tokenizer = load(model, None, dtype, threads)
-    return LLM(cut(loaded, stage, stages, before, behind), runner="modules", tokenizer=tokenizer, **options)
-
-
 def _serve(
-    model: str,
-    dtype: str | None,
-    threads: int,
-    options: dict[str, Any],
-    stage: int,
-    stages: int,
-    before: Connection,
-    behind: Connection | None,
-    control: Connection,
+    options: StageOptions, number: int, before: Sequence[Connection], behind: Sequence[Connection], control: Connection
 ) -> None:
     """Run a stage behind the first one, until the owner ends it or is gone."""
-    links = StageLink(before, f"stage {stage - 1}"), StageLink(behind, f"stage {stage + 1}") if behind else None
+    ends = (
+        [StageLink(end, f"stage {number - 1}") for end in before],
+        [StageLink(end, f"stage {number + 1}") for end in behind],
+    )
     try:
-        llm = _open(model, dtype, threads, options, stage, stages, *links)
+        stage = Stage(options, number, *ends)
         control.send(None)
         while (message := control.recv()) is not None:
             answer = None
             try:
-                llm.generate(*message)
+                stage.generate(*message)
             except StageLostError:
                 raise
             except MillpondError as error:
