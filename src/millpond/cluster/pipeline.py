@@ -29,7 +29,7 @@ _CLOSE_S = 5.0
 
 
 class PipelineLLM:
-    """Answers prompts with a model whose layers are shared out over processes; tokens are those of one process.
+    """A model whose layers are shared out over processes, with the tokens of one.
 
     Each process holds a part of the weights and of the caches. Layers run as modules: tokens are those of
     `LLM(runner="modules")`. With several micro-batches each stage can compute a step of one while others compute those
@@ -120,7 +120,7 @@ class PipelineLLM:
     def generate(
         self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[RequestOutput]:
-        """Answer all prompts: the outputs of `LLM.generate`, in the order of the prompts; see there for errors.
+        """Answer all prompts, as `LLM.generate` does, in the order of the prompts.
 
         Raises:
             OptionError: another number of params, or a prompt is refused.

@@ -36,7 +36,7 @@ class LoadShape:
 
     @classmethod
     def of(cls, lengths: Iterable[tuple[int, int]]) -> LoadShape:
-        """Of (prompt, output) tokens of at least one request."""
+        """Return that of (prompt, output) tokens of at least one request."""
         prompts, outputs = zip(*lengths, strict=True)
         return cls(statistics.fmean(prompts), statistics.fmean(outputs))
 
@@ -63,8 +63,9 @@ class PhaseSeconds:
     decode: float
 
     def readers(self, workers: int, now: int) -> int:
-        """Return how many of the workers should read prompts, at least one, and leave at least one to decode.
+        """Return how many of the workers should read prompts.
 
+        At least one does, and at least one decodes.
         The busier phase decides on the rate of requests: its seconds over its workers are the least possible. A split
         that is not clearly better than that of `now` readers is not worth the restarts.
 
@@ -111,7 +112,7 @@ class LoadWatch:
         self._seen = {name: seen for name, seen in self._seen.items() if name in kept}
 
     def shifted(self) -> tuple[str, PhaseSeconds] | None:
-        """Return how the load differs from that of the last plan, and the seconds of a request now.
+        """Return how the load differs from the planned one, and the seconds of a request.
 
         The first load that is seen is the one for which the roles were chosen. When a shift is noticed, lengths and
         seconds are counted anew, so that those of `LEAST` requests of the new load alone decide.

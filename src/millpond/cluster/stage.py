@@ -18,7 +18,7 @@ from millpond.engine.sampling.params import SamplingParams
 
 @dataclass(frozen=True)
 class StageOptions:
-    """What all stages of a pipeline have alike.
+    """Options that all stages of a pipeline have alike.
 
     Attributes:
         model: A name or folder.
@@ -78,7 +78,10 @@ class Stage:
         return self._llms[0].engine.stats().weight_bytes
 
     def generate(self, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> list[RequestOutput]:
-        """Answer prompts, each in one of the micro-batches, in turn; outputs are in the order of the prompts.
+        """Answer prompts, which go to the micro-batches in turn.
+
+        Returns:
+            Outputs in the order of the prompts.
 
         Raises:
             MillpondError: as `LLM.generate`, when the other micro-batches have ended too.

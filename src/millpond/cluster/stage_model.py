@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from millpond.errors import MillpondError, OptionError, UnsupportedModelError
 
@@ -73,7 +72,7 @@ class StageLink:
 
 
 class _Entry(nn.Module):
-    """Hidden states of the tokens of a step: embeddings in the first stage, else from the stage before."""
+    """Hidden states of a step: embeddings in the first stage, else from the stage before."""
 
     def __init__(self, embed: nn.Module | None, before: StageLink | None, width: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -102,7 +101,7 @@ class _HandOn(nn.Module):
 
 
 class _Head(nn.Module):
-    """Logits of the rows of a step: computed in the last stage, and sent from each stage to the one before."""
+    """Logits of a step: of the last stage, and sent from each stage to the one before."""
 
     def __init__(
         self, entry: _Entry, head: nn.Module | None, before: StageLink | None, behind: StageLink | None, vocabulary: int
@@ -123,13 +122,11 @@ class _Head(nn.Module):
         return logits
 
 
-def cut(
-    model: PreTrainedModel, stage: int, stages: int, before: StageLink | None, behind: StageLink | None
-) -> PreTrainedModel:
+def cut(model: Any, stage: int, stages: int, before: StageLink | None, behind: StageLink | None) -> Any:
     """Keep the layers of one stage, and join their ends to other stages; the model is changed.
 
     Args:
-        model: A decoder on a CPU; others need it no more.
+        model: A transformers decoder on a CPU; others need it no more.
         stage: Number of the stage, from 0.
         stages: Number of all of them.
         before: Link to the stage before; None: this is the first.

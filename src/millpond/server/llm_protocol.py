@@ -101,7 +101,9 @@ class ServedCluster(ServedLLM, Protocol):
         ...
 
     async def drain(self, worker: str, *, replace: bool = True, role: Role | None = None) -> DrainResult:
-        """Give the requests of a worker to others, and end it; another one starts in its place, or in another role.
+        """Give the requests of a worker to others, and end it.
+
+        Another one starts in its place, of its role or of `role`.
 
         Raises:
             OptionError: there is no such worker or role, or none of its role would be left.
