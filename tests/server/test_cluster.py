@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from millpond.engine.cluster_figures import DrainResult
+from millpond.engine.cluster_figures import DrainResult, Role
 from millpond.errors import OptionError
 from millpond.server.openapi.info import ClusterWorkers, Health, WorkerDrained
 from millpond.server.settings import ServerSettings
@@ -83,11 +83,14 @@ def test_a_worker_is_drained() -> None:
     cluster = FakeCluster()
     found = ask("POST", "/cluster/workers/decode-0/drain", cluster, **KEYED)
     assert found.json() == {"worker": "decode-0", "moved": 2, "replayed": 1, "seconds": 0.25}
-    assert cluster.drained == [("decode-0", True)]
+    assert (cluster.drained, cluster.roles) == ([("decode-0", True)], [None])
     refused = ask("POST", "/cluster/workers/decode-0/drain?replace=false", cluster, **KEYED)
     assert (refused.status_code, "only one" in refused.json()["error"]["message"]) == (400, True)
     assert ask("POST", "/cluster/workers/nobody/drain", cluster, **KEYED).status_code == 404
     assert len(cluster.drained) == 1
+    assert ask("POST", "/cluster/workers/decode-0/drain?role=prefill", cluster, **KEYED).status_code == 200
+    assert cluster.roles == [None, "prefill"]
+    assert ask("POST", "/cluster/workers/decode-0/drain?role=both", cluster, **KEYED).status_code in (400, 422)
 
 
 class SlowCluster(FakeCluster):
@@ -97,10 +100,10 @@ class SlowCluster(FakeCluster):
         super().__init__()
         self.began, self.go = asyncio.Event(), asyncio.Event()
 
-    async def drain(self, worker: str, *, replace: bool = True) -> DrainResult:
+    async def drain(self, worker: str, *, replace: bool = True, role: Role | None = None) -> DrainResult:
         self.began.set()
         await self.go.wait()
-        return await super().drain(worker, replace=replace)
+        return await super().drain(worker, replace=replace, role=role)
 
 
 def test_one_drain_at_a_time() -> None:

@@ -140,7 +140,7 @@ class Workers(OptionGroup):
     """Several engines behind one address, in processes that Ray starts."""
 
     kind = ClusterSettings
-    order = ("replicas", "prefill", "decode", "layout", "address", "handoff_memory", "checkpoint_tokens")
+    order = ("replicas", "prefill", "decode", "layout", "address", "handoff_memory", "checkpoint_tokens", "replan_s")
 
     layout: Annotated[
         Path | None, optional(help="Workers as a file of 'millpond cluster plan --out' recommends them.")
@@ -162,7 +162,7 @@ class Workers(OptionGroup):
                 options.
             DataError: no plan.
         """
-        if not self.several and (lost := self.given & {"address", "handoff_memory", "checkpoint_tokens"}):
+        if not self.several and (lost := self.given & {"address", "handoff_memory", "checkpoint_tokens", "replan_s"}):
             raise OptionError(f"--{min(lost).replace('_', '-')} needs --replicas, --layout, or --prefill and --decode")
         if self.layout is None:
             return dict(self.settings)

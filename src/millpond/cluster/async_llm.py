@@ -243,18 +243,20 @@ class AsyncClusterLLM(ClusterClient):
         work = self._cluster.dispatcher.memory(request_id, layer, client)
         return await asyncio.wrap_future(self._cluster.loop.start(work))
 
-    async def drain(self, worker: str, *, replace: bool = True) -> DrainResult:
+    async def drain(self, worker: str, *, replace: bool = True, role: Role | None = None) -> DrainResult:
         """Give the requests of a worker to others, without an end of any of them, and end it.
 
         Args:
             worker: Its name.
-            replace: Start another one of its role; False: there is one less from then on.
+            replace: Start another one; False: there is one less from then on.
+            role: Role of the other one, prefill or decode in a split cluster; None: that of the worker.
 
         Raises:
-            OptionError: there is no such worker, or it is the last of its role and not replaced.
-            MillpondError: it is the last one of its role, and the one in its place does not start.
+            OptionError: there is no such worker, it is the last of its role and none of that is started, or the
+                cluster has no such role.
+            MillpondError: the one in its place does not start, where it is the last one of its role or that changes.
         """
-        work = self._cluster.dispatcher.drain(worker, replaced=replace)
+        work = self._cluster.dispatcher.drain(worker, replaced=replace, role=role)
         return await asyncio.wrap_future(self._cluster.loop.start(work))
 
     async def call_workers(

@@ -123,6 +123,12 @@ class ClusterRequest:
         return max(len(answer.tokens) for answer in self._answers)
 
     @property
+    def lengths(self) -> tuple[int, int]:
+        """Tokens of its prompt, 0 before they are known, and of all its answers."""
+        prompt = self._prompt_ids or _ids(self.request.prompt)
+        return len(prompt), sum(len(answer.tokens) for answer in self._answers)
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of its caches, as its worker said last."""
         return sum(answer.kv.kv_bytes for answer in self._answers if answer.kv is not None)

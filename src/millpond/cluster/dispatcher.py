@@ -10,12 +10,14 @@ from dataclasses import replace
 
 from millpond.cluster.checkpoints import Checkpoints
 from millpond.cluster.cluster_request import ClusterRequest
-from millpond.cluster.event_loop import BackgroundTasks, quietly
+from millpond.cluster.event_loop import BackgroundTasks
 from millpond.cluster.handle import WorkerHandle, WorkerLostError
 from millpond.cluster.messages import RequestDelta, StartMessage, WorkerReport, error_of
 from millpond.cluster.migration import Drain, Migrator
+from millpond.cluster.replan import Replanner
 from millpond.cluster.router import Load, PrefixLedger, RecentWork, choose
 from millpond.cluster.settings import ClusterSettings
+from millpond.cluster.start_batcher import StartBatcher
 from millpond.cluster.worker_pool import MakeWorker, WorkerPool
 from millpond.engine.cluster_figures import ClusterFigures, DrainResult, Role, WorkerInfo, together
 from millpond.engine.outputs import CacheSnapshot, EngineStats, RequestOutput
@@ -95,45 +97,6 @@ class RetryQueue:
         return self._trying
 
 
-class StartBatcher:
-    """Requests for workers.
-
-    Those that are sent in one pass of the loop go in one message, and so do those that come until a worker has
-    answered the message before; nothing waits for a clock.
-
-    Args:
-        tasks: Tasks in the background.
-    """
-
-    def __init__(self, tasks: BackgroundTasks) -> None:
-        self._tasks = tasks
-        #: Requests that are in no message yet, by name, of each worker that has a message to answer or gets one.
-        self._waiting: dict[WorkerHandle, dict[str, StartMessage]] = {}
-
-    def send(self, handle: WorkerHandle, start: StartMessage) -> None:
-        """Let a worker have a request."""
-        if handle not in self._waiting:
-            self._waiting[handle] = {}
-            self._tasks.run(self._run(handle, self._waiting[handle]))
-        self._waiting[handle][start.request.request_id] = start
-
-    def cancel(self, handle: WorkerHandle, name: str) -> None:
-        """Let a worker end a request; one that is in no message yet is not sent at all."""
-        if self._waiting.get(handle, {}).pop(name, None) is None:
-            self._tasks.run(quietly(handle.cancel(name)))
-
-    async def _run(self, handle: WorkerHandle, waiting: dict[str, StartMessage]) -> None:
-        try:
-            while waiting:
-                starts = tuple(waiting.values())
-                waiting.clear()
-                await handle.start(starts)
-        except WorkerLostError:
-            return  # its reports end too, and then its requests go to others
-        finally:
-            del self._waiting[handle]
-
-
 #: Roles that read prompts.
 READS: frozenset[Role] = frozenset({"replica", "prefill"})
 #: Watched requests that have ended and whose workers are still known.
@@ -166,6 +129,9 @@ class Dispatcher:
         self._watched: OrderedDict[str, tuple[str, str, str]] = OrderedDict()  # with worker, name and client
         self._prefixes, self._recent = PrefixLedger(block), RecentWork()
         self._retry_queue, self._deadlines = RetryQueue(settings.max_replays), Deadlines(self._expired)
+        self._replanner = (
+            None if settings.replan_s is None else Replanner(settings.replan_s, self._able_names, self._change_role)
+        )
         self._without: dict[Role, MillpondError] = {}  # roles of which no worker is left or starts, and why
         self._closed = False
 
@@ -176,6 +142,8 @@ class Dispatcher:
             MillpondError: one of them does not start; all are ended.
         """
         await self._pool.open()
+        if self._replanner is not None:
+            self._tasks.run(self._replanner.run())
 
     async def close(self) -> None:
         """End all requests and all workers."""
@@ -219,21 +187,59 @@ class Dispatcher:
         """Workers that serve, by name."""
         return [handle for _, handle in sorted(self._pool.serving.items())]
 
-    async def drain(self, worker: str, *, replaced: bool = True) -> DrainResult:
+    async def drain(self, worker: str, *, replaced: bool = True, role: Role | None = None) -> DrainResult:
         """Give the requests of a worker to others, and end it.
 
+        Args:
+            worker: Its name.
+            replaced: Start another one in its place.
+            role: Role of that one; None: its own.
+
         Raises:
-            OptionError, MillpondError: see `WorkerPool.begin_drain`; it serves as before.
+            OptionError: a role that this cluster does not have, or see `WorkerPool.begin_drain`; it serves as before.
+            MillpondError: no other worker starts; one of its own role is started in the background.
         """
-        handle, replacing = await self._pool.begin_drain(worker, replaced)
+        if role is not None and not replaced:
+            raise OptionError(
+                f"role={role!r} is that of the worker in its place, and there is to be none: leave one out"
+            )
+        changes = role is not None and role != self._role_of(worker)
+        if changes and role not in self._settings.roles:
+            roles = " and ".join(dict.fromkeys(self._settings.roles))
+            raise OptionError(f"role={role!r}: the workers of this cluster are {roles} workers")
+        handle, replacing = await self._pool.begin_drain(worker, replaced and not changes)
         began = time.monotonic()
         moved, again = await Drain(handle, self, self._migrator, self._tasks).run()
         seconds = time.monotonic() - began
         retired = await self._pool.retire(handle)
-        self._prefixes.keep_workers(self._pool.serving)
-        if retired and replaced and not replacing:
+        self._keep_workers()
+        if retired and changes and role is not None:
+            try:
+                await self._pool.start(role)
+            except MillpondError:
+                self._pool.replace(handle.role)
+                raise
+            self.figures.role_changes += 1
+        elif retired and replaced and not replacing:
             self._pool.replace(handle.role)
         return DrainResult(worker, moved, again, seconds)
+
+    def _keep_workers(self) -> None:
+        """Forget what was known of workers that have gone."""
+        self._prefixes.keep_workers(self._pool.serving)
+        if self._replanner is not None:
+            self._replanner.load.keep_workers(self._pool.serving)
+
+    def _role_of(self, worker: str) -> Role | None:
+        handle = self._pool.serving.get(worker)
+        return None if handle is None else handle.role
+
+    def _able_names(self) -> dict[Role, list[str]]:
+        roles: tuple[Role, ...] = ("prefill", "decode")
+        return {role: sorted(one.name for one in self._pool.able(role)) for role in roles}
+
+    async def _change_role(self, worker: str, role: Role) -> DrainResult:
+        return await self.drain(worker, role=role)
 
     # ------------------------------------------------------------------ requests
 
@@ -405,6 +411,8 @@ class Dispatcher:
         """See `PoolListener`."""
         self._migrator.mark_responsive(handle.name)
         now = time.monotonic()
+        if self._replanner is not None and self._pool.serving.get(handle.name) is handle:
+            self._replanner.load.reported(handle.name, handle.role, report)
         for update in report.updates:
             entry = self._by_name.get(update.name)
             if entry is not None:  # else it is of an earlier epoch, or over
@@ -420,7 +428,7 @@ class Dispatcher:
     def lost(self, handle: WorkerHandle) -> None:
         """See `PoolListener`: its requests go to others."""
         self.figures.deaths += 1
-        self._prefixes.keep_workers(self._pool.serving)
+        self._keep_workers()
         for entry in list(self._entries.values()):
             if entry.worker == handle.name:
                 self.restart(entry)
@@ -444,6 +452,8 @@ class Dispatcher:
         error = error_of(update)
         changed = entry.add(update, now)
         if update.finished:
+            if self._replanner is not None and error is None:
+                self._replanner.load.finished(*entry.lengths)
             self._forget(entry)
             if error is not None:
                 entry.end("error")

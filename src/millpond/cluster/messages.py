@@ -93,6 +93,7 @@ class WorkerReport:
         trouble: Why its engine does not move; None: all is well.
         handoff_bytes: Bytes that wait for other workers.
         step_age_s: Seconds since the step began that its engine is at; 0 where it waits.
+        busy_s: Seconds that all its steps took.
     """
 
     updates: tuple[RequestDelta, ...]
@@ -100,6 +101,7 @@ class WorkerReport:
     trouble: str | None = None
     handoff_bytes: int = 0
     step_age_s: float = 0.0
+    busy_s: float = 0.0
 
 
 class ReportedOutput:

@@ -57,6 +57,14 @@ class ClusterSettings:
         default_text="none",
     )
 
+    replan_s: float | None = setting(
+        None,
+        "Seconds between two looks at the load of a split: where mean prompts or answers change by a fifth, workers "
+        "take the other role by drain and restart, if that balances the phases.",
+        above=0,
+        default_text="roles stay",
+    )
+
     def __post_init__(self) -> None:
         check_settings(self)
         if (self.prefill is None) != (self.decode is None):
@@ -64,6 +72,10 @@ class ClusterSettings:
             raise OptionError(f"prefill and decode go together; give {missing} too, or replicas in place of both")
         if self.replicas is not None and self.prefill is not None:
             raise OptionError("replicas do what prefill and decode workers do; leave one of the two out")
+        if self.replan_s is not None and self.prefill is None:
+            raise OptionError(
+                f"replan_s={self.replan_s:g} changes roles, and replicas have one: give prefill and decode"
+            )
 
     @property
     def handoff_bytes(self) -> int:

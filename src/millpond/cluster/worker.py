@@ -199,7 +199,8 @@ class EngineWorker:
             if update.finished or update.dropped or update.offered is not None:  # nothing more comes of it here
                 self._reported.pop(update.name, None)
         trouble = self._llm.trouble(self._step_limit_s)
-        return WorkerReport(tuple(updates), self._llm.stats(), trouble, self._handoff.size, self._llm.step_age_s)
+        llm = self._llm
+        return WorkerReport(tuple(updates), llm.stats(), trouble, self._handoff.size, llm.step_age_s, llm.busy_s)
 
     async def cancel(self, name: str) -> None:
         """End a request, or drop one that waits for another worker; no report follows.

@@ -164,7 +164,7 @@ class WorkerPool:
         self._leaving.add(name)
         if not others:
             try:
-                await self._start(handle.role)
+                await self.start(handle.role)
             except BaseException:
                 self._leaving.discard(name)
                 raise
@@ -223,7 +223,7 @@ class WorkerPool:
             self.replace(handle.role)
             self._listener.lost(handle)
 
-    async def _start(self, role: Role) -> None:
+    async def start(self, role: Role) -> None:
         """Start a worker.
 
         Raises:
@@ -245,7 +245,7 @@ class WorkerPool:
         error: MillpondError | None = None
         for _ in range(_STARTS):
             try:
-                await self._start(role)
+                await self.start(role)
                 return
             except MillpondError as failed:
                 error = failed

@@ -98,6 +98,7 @@ class AsyncLLM:
         plan: As of `LLM`.
         leave: Called in the engine's thread after each step, with outputs that are not the last of their requests;
             True: the request has left the engine, and its stream ends. None: nothing is called.
+        busy_s: Seconds that all steps took so far.
 
     Raises:
         OptionError, BudgetError, UnsupportedModelError: as `LLM`.
@@ -123,6 +124,7 @@ class AsyncLLM:
         self._changed = threading.Condition()
         self._closing = self._stopped = False
         self._failed: BaseException | None = None
+        self.busy_s = 0.0
         self._since: float | None = None  # when the engine's thread began what it does now; None: it waits
         end_own_threads()  # from here on the engine's thread computes, with threads of its own
         self._thread = threading.Thread(target=self._work, name="millpond-engine", daemon=True)
@@ -387,6 +389,7 @@ class AsyncLLM:
                 self._hand_out(outputs)
                 self._let_leave(outputs)
                 step_s = time.monotonic() - began
+                self.busy_s += step_s
 
     def _wait(self) -> bool:
         """Wait until there is something to do, and return whether to continue; False: stop."""

@@ -71,6 +71,7 @@ class ClusterFigures:
         resumed: Requests that continued from such a copy, and so are not among `replayed`.
         deaths: Workers that ended, or did not answer.
         move_s: Seconds from the offer of a request to its arrival, of all together.
+        role_changes: Workers that were restarted in another role.
     """
 
     moved: int = 0
@@ -82,6 +83,7 @@ class ClusterFigures:
     checkpoints: int = 0
     checkpoint_bytes: int = 0
     resumed: int = 0
+    role_changes: int = 0
 
 
 def together(stats: Sequence[EngineStats]) -> EngineStats:

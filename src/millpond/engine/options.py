@@ -86,3 +86,4 @@ class ClusterOptions(EngineOptions, total=False):
     handoff_memory: str | int
     lease_s: float
     checkpoint_tokens: int | None
+    replan_s: float | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from millpond.engine.cluster_figures import ClusterFigures, DrainResult, WorkerInfo
+from millpond.engine.cluster_figures import ClusterFigures, DrainResult, Role, WorkerInfo
 from millpond.engine.outputs import CacheSnapshot, EngineStats, RequestOutput
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sessions.store import SessionStore
@@ -105,10 +105,12 @@ class ServedCluster(ServedLLM, Protocol):
         """Return counters of moves, replays and losses."""
         ...
 
-    async def drain(self, worker: str, *, replace: bool = True) -> DrainResult:
+    async def drain(self, worker: str, *, replace: bool = True, role: Role | None = None) -> DrainResult:
         """Give the requests of a worker to others, and end it.
 
+        Another one starts in its place, of its role or of `role`.
+
         Raises:
-            OptionError: there is no such worker, or none of its role would be left.
+            OptionError: there is no such worker or role, or none of its role would be left.
         """
         ...

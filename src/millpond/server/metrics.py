@@ -180,6 +180,7 @@ class WorkerCollector(Collector):
             "checkpoints": ("Copies of requests that decode.", figures.checkpoints),
             "checkpoint_bytes": ("Bytes of copies of requests that decode.", figures.checkpoint_bytes),
             "resumed_requests": ("Requests that went on from a copy.", figures.resumed),
+            "role_changes": ("Workers that were restarted in another role.", figures.role_changes),
             "worker_deaths": ("Workers that ended or did not answer.", figures.deaths),
         }
         yield from _families(CounterMetricFamily, "", counters)

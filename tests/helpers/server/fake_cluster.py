@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millpond.engine.cluster_figures import ClusterFigures, DrainResult, WorkerInfo
+from millpond.engine.cluster_figures import ClusterFigures, DrainResult, Role, WorkerInfo
 from millpond.errors import OptionError
 from tests.helpers.server.fake import FakeLLM
 
@@ -20,6 +20,7 @@ class FakeCluster(FakeLLM):
             WorkerInfo("decode-1", "decode", 0, "", "starting", None),
         ]
         self.drained: list[tuple[str, bool]] = []
+        self.roles: list[Role | None] = []
 
     def workers(self) -> list[WorkerInfo]:
         return self.there
@@ -51,8 +52,9 @@ class FakeCluster(FakeLLM):
         missing = [role for role, number in self.live().items() if not number]
         return f"no {missing[0]} worker serves" if missing else None
 
-    async def drain(self, worker: str, *, replace: bool = True) -> DrainResult:
+    async def drain(self, worker: str, *, replace: bool = True, role: Role | None = None) -> DrainResult:
         if not replace and self.live()[worker.partition("-")[0]] == 1:
             raise OptionError(f"worker {worker!r} is the only one of its role")
         self.drained.append((worker, replace))
+        self.roles.append(role)
         return DrainResult(worker, 2, 1, 0.25)

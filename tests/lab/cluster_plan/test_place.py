@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from millpond_lab.cluster_plan.place import (
     Devices,
     Goodput,
     ServiceLevels,
+    Shape,
     compare,
     goodput,
     split_anywhere,
@@ -26,7 +28,7 @@ from millpond_lab.cluster_plan.place import (
 )
 from millpond_lab.cluster_plan.profile import DecodeTimes, StepLoad, StepTimes, fit, fit_moves
 from millpond_lab.cluster_plan.profile_file import Profile, built_in, from_json, load_profile, save_profile, to_json
-from millpond_lab.cluster_plan.report import judge
+from millpond_lab.cluster_plan.report import Verdict, judge
 from millpond_lab.cluster_plan.report import to_json as to_plan
 
 #: Reading takes long and stops all answers: splitting pays.
@@ -140,6 +142,37 @@ def test_phases_placed_by_themselves_balance_their_rates() -> None:
     assert layout.devices <= 6
 
 
+#: Two devices that share each layer read hardly faster than one, and decode twice as fast.
+SHARED = StepTimes(0.0, 0.95e-3, 0.0, (DecodeTimes(None, 0.001, 0.0, 5e-6),))
+
+
+def test_layouts_of_several_stages_that_fit() -> None:
+    devices = Devices({1: SLOW_TO_READ, 2: SHARED}, 8, 2, stages=(1, 2))
+    assert [(shape.shared, shape.stages) for shape in devices.shapes()] == [(1, 1), (2, 1), (1, 2), (2, 2)]
+    assert [layout.devices for layout in together(devices)] == [1, 2, 2, 4]
+    found = {layout.name for layout in split_in_a_node(devices)}
+    assert found == {"1 prefill + 1 decode", "1 prefill x 2 devices in 2 stages + 1 decode x 2 devices in 2 stages"}
+    with pytest.raises(OptionError, match="stages"):
+        Devices({1: SLOW_TO_READ}, 8, 2, stages=(0,))
+    with pytest.raises(OptionError, match="4 devices at least"):
+        Devices({1: SLOW_TO_READ}, 3, 3, stages=(4,))
+
+
+def test_each_phase_has_the_parallelism_that_suits_it() -> None:
+    """Prompts take turns in stages, since two devices read one hardly faster; an answer's level needs shared layers."""
+    demand = Demand([(400, 12)] * 100, ServiceLevels(ttft=1.0, tpot=0.0017), requests=60, seeds=(0,))
+    devices = Devices({1: SLOW_TO_READ, 2: SHARED}, 4, 1, stages=(1, 2))
+    assert split_anywhere(devices, CACHE, Link(), demand) is None, "no node has two devices"
+    devices = replace(devices, per_node=2)
+    layout = split_anywhere(devices, CACHE, Link(), demand)
+    assert layout is not None
+    assert layout.name == "1 prefill x 2 devices in 2 stages + 1 decode x 2 devices"
+    row = Goodput(layout, (1.0,), 0.0)
+    written = to_plan([row], Verdict(row, True, ()))
+    assert {"role": "prefill", "devices": 2, "stages": 2} in written["workers"]
+    assert {"role": "decode", "devices": 2} in written["workers"]
+
+
 @pytest.mark.parametrize(
     ("rates", "count", "name"),
     [
@@ -153,7 +186,7 @@ def test_phases_placed_by_themselves_balance_their_rates() -> None:
 def test_there_are_as_many_decoders_as_answer_all_that_is_read(
     rates: tuple[float, float], count: int, name: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def alone(devices: Devices, role: str, n: int, *_: object) -> Goodput:
+    def alone(devices: Devices, role: str, n: Shape, *_: object) -> Goodput:
         layout = ClusterLayout((devices.worker("prefill", n), devices.worker("decode", n)))
         return Goodput(layout, (rates[role == "decode"],), 0.0)
 
@@ -322,6 +355,9 @@ def test_a_profile_says_that_requests_cannot_move(tmp_path: Path, monkeypatch: p
         (["--trace", "azur:x"], "azure"),
         (["--trace", "x"], "KIND:PATH"),
         (["--longest", "2"], "raise --longest"),
+        (["--stages", "1,x"], "must read 1,2,4"),
+        (["--stages", "0"], "from 1 to 64"),
+        (["--stages", "2"], "2 devices at least"),
         (["--requests", "1000"], "40 usable"),
     ],
 )

@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 from millpond.cli.app import app
 from millpond.cluster.layout_file import load_plan
+from millpond.cluster.replan import LoadShape
 from millpond.errors import DataError
-from millpond_lab.cluster_plan.place import LoadShape, watch
+from millpond_lab.cluster_plan.place import watch
 
 
 class EndError(Exception):

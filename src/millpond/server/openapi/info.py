@@ -152,6 +152,7 @@ class ClusterWorkers(Described):
     checkpoints: int
     checkpoint_bytes: int
     resumed: int
+    role_changes: int
 
 
 class WorkerDrained(Described):

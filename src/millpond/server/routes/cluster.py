@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
 from fastapi import Path as InPath
@@ -38,7 +38,10 @@ def routes(service: Service, cluster: ServedCluster) -> APIRouter:
     async def drain(
         http: HttpRequest,
         name: Annotated[str, InPath(max_length=200)],
-        replace: Annotated[bool, Query(description="Start another worker of its role in its place.")] = True,
+        replace: Annotated[bool, Query(description="Start another worker in its place.")] = True,
+        role: Annotated[
+            Literal["prefill", "decode"] | None, Query(description="Role of that worker. Default: the same.")
+        ] = None,
     ) -> dict[str, Any]:
         """Let others continue the requests of a worker, and end it. One drain at a time; needs the operator's key."""
         operator.check(http.scope, changes=True)
@@ -50,7 +53,7 @@ def routes(service: Service, cluster: ServedCluster) -> APIRouter:
             )
         draining.add(name)
         try:
-            done = await cluster.drain(name, replace=replace)
+            done = await cluster.drain(name, replace=replace, role=role)
         finally:
             draining.clear()
         seconds = round(done.seconds, 3)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from millpond.budget import Budget
 from millpond.engine.scheduler_request import MemoryNeed
 from millpond.errors import OptionError
-from millpond_lab.cluster_plan.profile import StepTimes
+from millpond_lab.cluster_plan.profile import StepLoad, StepTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,9 @@ FREE_MOVES = MoveTimes()
 Role = Literal["both", "prefill", "decode"]
 #: Most tokens of a step that reads, where a profile does not say.
 STEP_TOKENS = 2048
+#: Seconds that a pass of prompts takes more in each stage of a pipeline, for each of its stages: the constant of
+#: DistServe's simulator for A100 devices (simdistserve/estimators/time_estimator.py).
+STAGE_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +56,11 @@ class WorkerPlan:
     """One worker, an engine of its own.
 
     Attributes:
-        role: reads prompts and decodes ("both"), or one of these. times: of its steps. devices: that it has.
-        memory: bytes of its pages; None: no limit. step_tokens: most tokens of a step that reads. moves: what a move
-            occupies it for.
+        role: reads prompts and decodes ("both"), or one of these. times: of its steps, where no layers are elsewhere.
+        devices: that it has, those of all stages. memory: bytes of its pages; None: no limit. step_tokens: most tokens
+            of a step that reads. moves: what a move occupies it for.
+        stages: of a pipeline, each with as many layers and `devices / stages` devices that share every layer. stage_s:
+            seconds that a pass of prompts takes more in a stage, for each of the stages.
     """
 
     role: Role
@@ -63,6 +69,19 @@ class WorkerPlan:
     memory: int | None = None
     step_tokens: int = STEP_TOKENS
     moves: MoveTimes = FREE_MOVES
+    stages: int = 1
+    stage_s: float = STAGE_S
+
+    def __post_init__(self) -> None:
+        if self.stages < 1 or self.devices % self.stages:
+            raise OptionError(f"{self.devices} devices in {self.stages} stages: each stage has as many, at least one")
+
+    def stage_seconds(self, load: StepLoad) -> float:
+        """How long a step is in each stage: T / pp, and c pp more where it reads prompts."""
+        took = self.times.seconds(load)
+        if self.stages == 1:
+            return took
+        return took / self.stages + (self.stage_s * self.stages if load.tokens else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +137,12 @@ class ClusterLayout:
 
     @property
     def name(self) -> str:
-        """As in "2 both (1 device each)"."""
-        kinds = dict.fromkeys((worker.role, worker.devices) for worker in self.workers)
-        counts = [(sum((w.role, w.devices) == kind for w in self.workers), *kind) for kind in kinds]
-        return " + ".join(f"{n} {role}" + f" x {devices} devices" * (devices > 1) for n, role, devices in counts)
+        """As in "2 both", "1 prefill x 4 devices in 2 stages + 1 decode"."""
+        kinds = Counter((worker.role, worker.devices, worker.stages) for worker in self.workers)
+        return " + ".join(
+            f"{n} {role}" + f" x {devices} devices" * (devices > 1) + f" in {stages} stages" * (stages > 1)
+            for (role, devices, stages), n in kinds.items()
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from millpond.cluster.replan import LoadShape
 from millpond.errors import DataError, OptionError
 from millpond_lab.cluster_plan.layout import (
     FREE_MOVES,
@@ -138,14 +139,36 @@ def _highest(attained: Callable[[float], bool], likely: float) -> tuple[float, b
 FINALISTS = 2
 
 
+#: Most stages of a pipeline.
+MAX_STAGES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How the devices of a worker share a model.
+
+    Attributes:
+        shared: devices that share each layer, tp. stages: of a pipeline, pp.
+    """
+
+    shared: int
+    stages: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Of all stages."""
+        return self.shared * self.stages
+
+
 @dataclass(frozen=True, slots=True)
 class Devices:
     """What there is.
 
     Attributes:
-        times: step times by the number of devices of one worker. count: devices in all. per_node: of one node, among
-            which caches move by the link. memory: bytes for the cache on each device; None: no limit. step_tokens: most
-            tokens of a step that reads. moves: what a move occupies a worker for, whatever its devices.
+        times: step times by the number of devices that share each layer. count: devices in all. per_node: of one node,
+            among which caches move by the link. memory: bytes for the cache on each device; None: no limit.
+            step_tokens: most tokens of a step that reads. moves: what a move occupies a worker for, whatever its
+            devices. stages: numbers of stages of a pipeline that a worker may have.
     """
 
     times: Mapping[int, StepTimes]
@@ -154,99 +177,114 @@ class Devices:
     memory: int | None = None
     step_tokens: int = STEP_TOKENS
     moves: MoveTimes = FREE_MOVES
+    stages: Sequence[int] = (1,)
 
     def __post_init__(self) -> None:
         if not self.times:
             raise OptionError("no step times: name a profile")
+        if not self.stages or min(self.stages) < 1 or max(self.stages) > MAX_STAGES:
+            raise OptionError(f"stages {list(self.stages)} of a pipeline: name numbers from 1 to {MAX_STAGES}")
         if self.count < 1 or self.per_node < 1:
             raise OptionError(f"{self.count} devices, {self.per_node} per node: both must be at least 1")
-        if min(self.times) > min(self.count, self.per_node):
+        if not list(self.shapes()):
+            least = min(self.times) * min(self.stages)
             raise OptionError(
-                f"a worker takes {min(self.times)} devices at least; there are {self.count}, {self.per_node} per node"
+                f"a worker takes {least} devices at least; there are {self.count}, {self.per_node} per node"
             )
 
-    def worker(self, role: str, devices: int) -> WorkerPlan:
-        """A worker of `devices` devices."""
-        memory = None if self.memory is None else self.memory * devices
+    def shapes(self) -> Iterator[Shape]:
+        """All that a worker may have: a stage is in one node, and all stages are on the devices that there are."""
+        for stages in sorted(set(self.stages)):
+            for shared in sorted(self.times):
+                if shared <= self.per_node and shared * stages <= self.count:
+                    yield Shape(shared, stages)
+
+    def worker(self, role: str, shape: Shape) -> WorkerPlan:
+        """A worker of this shape."""
+        memory = None if self.memory is None else self.memory * shape.devices
         return WorkerPlan(
             role,  # type: ignore[arg-type]
-            self.times[devices],
-            devices,
+            self.times[shape.shared],
+            shape.devices,
             memory,
             self.step_tokens,
             self.moves,
+            shape.stages,
         )
 
 
 def together(devices: Devices) -> Iterator[ClusterLayout]:
-    """One worker that does both, for each number of devices that a worker may have."""
-    for n in sorted(devices.times):
-        if n <= min(devices.count, devices.per_node):
-            yield ClusterLayout((devices.worker("both", n),))
+    """One worker that does both, for each shape that a worker may have."""
+    for shape in devices.shapes():
+        yield ClusterLayout((devices.worker("both", shape),))
 
 
 def split_in_a_node(devices: Devices) -> Iterator[ClusterLayout]:
-    """Algorithm 2: all numbers of workers of both roles that fit one node, of each size."""
-    room = min(devices.count, devices.per_node)
-    for p in sorted(devices.times):
-        for d in sorted(devices.times):
-            for readers in range(1, room // p + 1):
-                for decoders in range(1, (room - readers * p) // d + 1):
-                    if math.gcd(readers, decoders) == 1:  # 2 + 2 is 1 + 1 twice, with more to choose from
-                        yield _split(devices, p, readers, d, decoders)
+    """Algorithm 2: all numbers of workers of both roles, of all shapes with as many stages.
+
+    A node has one stage of each worker, so that caches move inside of nodes.
+    """
+    for stages in sorted({shape.stages for shape in devices.shapes()}):
+        room = min(devices.count // stages, devices.per_node)
+        for p in sorted(devices.times):
+            for d in sorted(devices.times):
+                for readers in range(1, room // p + 1):
+                    for decoders in range(1, (room - readers * p) // d + 1):
+                        if math.gcd(readers, decoders) == 1:  # 2 + 2 is 1 + 1 twice, with more to choose from
+                            yield _split(devices, Shape(p, stages), readers, Shape(d, stages), decoders)
 
 
-def _split(devices: Devices, p: int, readers: int, d: int, decoders: int) -> ClusterLayout:
+def _split(devices: Devices, p: Shape, readers: int, d: Shape, decoders: int) -> ClusterLayout:
     return ClusterLayout((devices.worker("prefill", p),) * readers + (devices.worker("decode", d),) * decoders)
 
 
 def split_anywhere(
     devices: Devices, cache: CacheSize, link: Link, demand: Demand, report: Callable[[str], None] | None = None
 ) -> ClusterLayout | None:
-    """Algorithm 1: the best worker for each phase by itself, then as many of each as balance their rates.
+    """Algorithm 1: the best shape for each phase by itself, then as many workers of each as balance their rates.
 
     Returns:
         The layout; None where no worker meets a level alone or there are too few devices.
     """
-    best: dict[str, Goodput] = {}
+    best: dict[str, tuple[Goodput, Shape]] = {}
     for role in ("prefill", "decode"):
-        for n in sorted(devices.times):
-            found = _alone(devices, role, n, cache, link, demand, report)
-            if found.per_device > 0 and (role not in best or found.per_device > best[role].per_device):
-                best[role] = found
+        for shape in devices.shapes():
+            found = _alone(devices, role, shape, cache, link, demand, report)
+            rate = statistics.fmean(found.rates) / shape.devices
+            if rate > 0 and (role not in best or rate > statistics.fmean(best[role][0].rates) / best[role][1].devices):
+                best[role] = found, shape
     if len(best) < 2:
         return None
-    rates = {role: sum(found.rates) / len(found.rates) for role, found in best.items()}
-    sizes = {role: found.layout.workers[0 if role == "prefill" else -1].devices for role, found in best.items()}
+    rates = {role: statistics.fmean(found.rates) for role, (found, _) in best.items()}
+    reads, decodes = best["prefill"][1], best["decode"][1]
     fits = []
-    for readers in range(1, devices.count // sizes["prefill"] + 1):
+    for readers in range(1, devices.count // reads.devices + 1):
         decoders = min(
-            (devices.count - readers * sizes["prefill"]) // sizes["decode"],
+            (devices.count - readers * reads.devices) // decodes.devices,
             math.ceil(readers * rates["prefill"] / rates["decode"]),
         )
         if decoders:
             rate = min(readers * rates["prefill"], decoders * rates["decode"])
-            used = readers * sizes["prefill"] + decoders * sizes["decode"]
-            fits.append((rate / used, readers, decoders))
+            fits.append((rate / (readers * reads.devices + decoders * decodes.devices), readers, decoders))
     if not fits:
         return None
     _, readers, decoders = max(fits)
-    return _split(devices, sizes["prefill"], readers, sizes["decode"], decoders)
+    return _split(devices, reads, readers, decodes, decoders)
 
 
 def _alone(
     devices: Devices,
     role: str,
-    n: int,
+    shape: Shape,
     cache: CacheSize,
     link: Link,
     demand: Demand,
     report: Callable[[str], None] | None,
 ) -> Goodput:
     """Goodput of one worker of a role where the other phase takes no time and has no level to meet."""
-    free = devices.times[n].scaled(1e-6)
-    other = WorkerPlan("decode" if role == "prefill" else "prefill", free, n, None)
-    own = devices.worker(role, n)
+    free = devices.times[shape.shared].scaled(1e-6)
+    other = WorkerPlan("decode" if role == "prefill" else "prefill", free, shape.shared, None)
+    own = devices.worker(role, shape)
     levels = demand.levels
     levels = ServiceLevels(levels.ttft, 1e9) if role == "prefill" else ServiceLevels(1e9, levels.tpot)
     layout = ClusterLayout((own, other) if role == "prefill" else (other, own))
@@ -286,37 +324,7 @@ def compare(
     return sorted(rows, key=lambda row: -row.per_device)
 
 
-#: Share by which a mean length may change before the load counts as another one.
-SHIFT = 0.2
-
 Lengths = Sequence[tuple[int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadShape:
-    """Mean tokens of prompts and of answers."""
-
-    prompt: float
-    output: float
-
-    @classmethod
-    def of(cls, lengths: Lengths) -> LoadShape:
-        """Of (prompt, output) tokens of at least one request."""
-        return cls(statistics.fmean(one for one, _ in lengths), statistics.fmean(one for _, one in lengths))
-
-    def shift(self, newer: LoadShape) -> str | None:
-        """A sentence on how a newer load differs; None where it is alike.
-
-        >>> LoadShape(1000, 100).shift(LoadShape(1100, 150))
-        'The mean answer went from 100 to 150 tokens.'
-        """
-        changes = [
-            f"the mean {name} went from {old:,.0f} to {new:,.0f} tokens"
-            for name, old, new in (("prompt", self.prompt, newer.prompt), ("answer", self.output, newer.output))
-            if abs(new - old) > SHIFT * old
-        ]
-        text = " and ".join(changes)
-        return f"{text[0].upper()}{text[1:]}." if text else None
 
 
 def watch(

@@ -91,7 +91,10 @@ def to_json(rows: Sequence[Goodput], verdict: Verdict, devices: int = 1) -> dict
     return {
         "format": FORMAT,
         "copies": max(1, devices // verdict.best.layout.devices),
-        "workers": [{"role": worker.role, "devices": worker.devices} for worker in verdict.best.layout.workers],
+        "workers": [
+            {"role": worker.role, "devices": worker.devices} | ({"stages": worker.stages} if worker.stages > 1 else {})
+            for worker in verdict.best.layout.workers
+        ],
         "split": verdict.split,
         "reasons": list(verdict.reasons),
         "rows": [

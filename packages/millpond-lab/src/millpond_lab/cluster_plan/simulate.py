@@ -101,7 +101,12 @@ class _SimulatedRequest:
 class _Worker:
     """A worker: its scheduler, what is under way in it, and the caches that wait to leave it or to come.
 
+    One with a pipeline is as many of these as it has stages, each with its share of the requests and of the memory: one
+    step of each is under way at most, and they pass through the stages one behind the other.
+
     Attributes:
+        stage_free: when each stage has no step any more, of all of them that share a pipeline. free_at: when the step
+            that is under way has left the last stage of a pipeline.
         unread: tokens of prompts whose answers have not begun. held: bytes of caches that wait here until they are
             fetched. incoming: bytes that it fetches.
         offers: caches that others hold for it. link_free: when the next move may begin. between: what it does between
@@ -111,6 +116,8 @@ class _Worker:
 
     plan: WorkerPlan
     scheduler: Scheduler
+    stage_free: list[float]
+    free_at: float = 0.0
     flights: dict[str, _SimulatedRequest] = field(default_factory=dict)
     busy: bool = False
     unread: int = 0
@@ -145,7 +152,7 @@ class Simulation:
     def __init__(self, layout: ClusterLayout, cache: CacheSize, link: Link | None = None) -> None:
         self._cache = cache
         self._link = link or Link()
-        self._workers = [_Worker(one, Scheduler(one.memory, step_tokens=one.step_tokens)) for one in layout.workers]
+        self._workers = [part for one in layout.workers for part in _parts(one)]
         self._readers = [worker for worker in self._workers if worker.plan.role != "decode"]
         self._decoders = [worker for worker in self._workers if worker.plan.role == "decode"]
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -205,7 +212,7 @@ class Simulation:
     # ------------------------------------------------------------------ steps
 
     def _arrives(self, flight: _SimulatedRequest) -> None:
-        worker = min(self._readers, key=lambda one: one.load)
+        worker = min(self._readers, key=lambda one: (one.load, one.free_at))
         worker.flights[flight.key] = flight
         worker.unread += flight.request.prompt
         worker.scheduler.add(SchedulerRequest(flight.key, flight.request.prompt, self._need(worker, flight.request)))
@@ -225,16 +232,21 @@ class Simulation:
             return
         if self._link.memory is not None and worker.held >= self._link.memory:
             return  # what was read must be fetched first
+        if worker.stage_free[0] > self._now:  # others of the pipeline are in its first stage
+            worker.busy = True
+            self._at(worker.stage_free[0], lambda: self._begin(worker), packs)
+            return
         step = worker.scheduler.plan()
         if step.empty:
             if worker.between:
                 self._act(worker)
             return
         load = self._load(worker, step)
-        begins, load = (self._now, load) if worker.between else self._repeat(worker, step, load)
-        took = worker.plan.times.seconds(load)
+        piped = worker.plan.stages > 1
+        begins, load = (self._now, load) if worker.between or piped else self._repeat(worker, step, load)
+        ends = _pass(worker, load, begins)
         worker.busy = True
-        self._at(begins + took, lambda: self._end(worker, step, took), packs)
+        self._at(ends, lambda: self._end(worker, step, ends - begins), packs)
 
     def _act(self, worker: _Worker) -> None:
         """Do the next thing between two steps."""
@@ -339,7 +351,7 @@ class Simulation:
         self._begin(worker)
 
     def _offer(self, worker: _Worker, flight: _SimulatedRequest) -> None:
-        decoder = min(self._decoders, key=lambda one: one.load)
+        decoder = min(self._decoders, key=lambda one: (one.load, one.free_at))
         decoder.offers.append((flight, worker))
         self._fetch(decoder)
 
@@ -373,3 +385,20 @@ class Simulation:
         )
         self._wake(worker)
         self._fetch(worker)
+
+
+def _parts(plan: WorkerPlan) -> list[_Worker]:
+    """A worker, or those parts of its requests that are in different stages of its pipeline."""
+    memory = None if plan.memory is None else plan.memory // plan.stages
+    plan, free = replace(plan, memory=memory), [0.0] * plan.stages
+    return [_Worker(plan, Scheduler(memory, step_tokens=plan.step_tokens), free) for _ in range(plan.stages)]
+
+
+def _pass(worker: _Worker, load: StepLoad, begins: float) -> float:
+    """When a step that begins then has passed through all stages, which are taken for as long."""
+    seconds, ends = worker.plan.stage_seconds(load), begins
+    for stage, free in enumerate(worker.stage_free):
+        ends = worker.stage_free[stage] = max(ends, free) + seconds
+    if worker.plan.stages > 1:
+        worker.free_at = ends
+    return ends

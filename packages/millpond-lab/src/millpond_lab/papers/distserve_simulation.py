@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from millpond_lab.cluster_plan.layout import STAGE_S
 from millpond_lab.cluster_plan.profile import StepLoad, StepTimes
 from millpond_lab.cluster_plan.simulate import PlannedRequest
 
@@ -20,8 +21,6 @@ from millpond_lab.cluster_plan.simulate import PlannedRequest
 DECODE_TOKENS, PROMPT_TOKENS = 50_000, 66_144
 #: Seconds that a step costs more in the first stage, and for each token of context.
 STEP_S, TOKEN_S = 2e-3, 1e-7
-#: Seconds that a pass of prompts costs more per stage.
-STAGE_S = 1e-3
 
 
 @dataclass(slots=True, eq=False)

@@ -29,6 +29,13 @@ def plan(
         str, typer.Option(help="A file of 'millpond cluster profile', or a100:opt-13b or a100:opt-66b, as published.")
     ] = "a100:opt-13b",
     per_node: Annotated[int | None, optional(min=1, help="Devices of a node. Default: all are in one.")] = None,
+    stages: Annotated[
+        str,
+        typer.Option(
+            help="Stages of a pipeline that a worker may have, as in 1,2,4; with the devices that share each "
+            "layer, which the profile has, each phase is searched over both."
+        ),
+    ] = "1",
     budget: Annotated[
         str | None, optional(help="Entries that are kept of a prompt, as in 20%, for built-in profiles. Default: all.")
     ] = None,
@@ -76,7 +83,7 @@ def plan(
     known = load_profile(profile).with_cache(budget, codec)
     per_device = None if memory is None else parse_bytes(memory)
     times = {n: one.with_overhead(overhead) for n, one in known.times.items()}
-    there = Devices(times, devices, per_node or devices, per_device, known.step_tokens, known.moves)
+    there = Devices(times, devices, per_node or devices, per_device, known.step_tokens, known.moves, _numbers(stages))
     between = Link(_bytes_per_s(link), latency)
 
     def read() -> list[tuple[int, int]]:
@@ -97,6 +104,13 @@ def plan(
         return
     with suppress(KeyboardInterrupt):
         follow(read, plan_for, lambda: time.sleep(watch), lambda text: output().print(text, soft_wrap=True))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and len(part) < 4 for part in parts):
+        raise OptionError(f"--stages {text!r} must read 1,2,4")
+    return tuple(int(part) for part in parts)
 
 
 def _show(title: str, rows: Sequence[Goodput], reasons: Sequence[str]) -> None:
