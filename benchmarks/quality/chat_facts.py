@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import millpond as mp
-from millpond.models.chat_template import chat_ids
+from millpond.models.chat_template import chat_prompt
 from millpond.presets import PRESETS
 from millpond_lab.bench.common.machine import describe_machine
 
@@ -147,7 +147,7 @@ def answered(model: Any, tokenizer: Any, chats: Sequence[FactChat], setting: dic
     rows = []
     with mp.LLM(model, tokenizer=tokenizer, **setting) as llm:
         for chat in chats:
-            ids = chat_ids(tokenizer, chat.messages)
+            ids, _ = chat_prompt(tokenizer, chat.messages)
             (output,) = llm.generate([ids], params)
             kv = output.outputs[0].kv
             assert kv is not None

@@ -346,7 +346,6 @@ def test_rotated_entries_are_read_as_they_came() -> None:
     [
         ("streaming", "int4", {}, "positions='absolute'"),
         ("d2o", "int4", {}, "sealed group"),
-        ("infllm", "int4", {}, "plain pages"),
         ("full", "mikv", {}, "evicts nothing"),
         ("ada", "mikv", {"score": "h2o"}, "every=0"),
         ("fastgen", "mikv", {}, "for good"),
