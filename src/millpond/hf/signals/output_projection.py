@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import torch
@@ -11,13 +11,17 @@ from transformers.pytorch_utils import Conv1D
 
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.errors import UnsupportedModelError
-from millpond.hf.model_profile import ModelProfile
+from millpond.hf.model_profile import ModelProfile, OutputProjection
 
 
 def attach_output_projections(profile: ModelProfile, layer_caches: Iterable[LayerCache]) -> None:
-    """Attach the output projections of the layers, looked up when a score reads them."""
+    """Attach the output projections of the layers, looked up when a score reads them.
+
+    They hold no profile, which would keep the model in memory.
+    """
+    projections, n_heads, name = profile.output_projections, profile.n_heads, profile.name
     for layer_cache in layer_caches:
-        layer_cache.attention.outputs = partial(_maps, profile, layer_cache.index)
+        layer_cache.attention.outputs = partial(_maps, projections, n_heads, name, layer_cache.index)
 
 
 def check_output_projections(profile: ModelProfile) -> None:
@@ -27,13 +31,13 @@ def check_output_projections(profile: ModelProfile) -> None:
         UnsupportedModelError: see `output_maps`.
     """
     for layer in range(profile.n_layers):
-        _maps(profile, layer)
+        _maps(profile.output_projections, profile.n_heads, profile.name, layer)
 
 
-def _maps(profile: ModelProfile, layer: int) -> Tensor:
-    projection = profile.output_projections.get(layer)
+def _maps(projections: Mapping[int, OutputProjection], n_heads: int, name: str, layer: int) -> Tensor:
+    projection = projections.get(layer)
     linear = None if projection is None else getattr(projection.module, projection.name, None)
-    return output_maps(linear, profile.n_heads, profile.name)
+    return output_maps(linear, n_heads, name)
 
 
 @torch.no_grad()
