@@ -17,7 +17,7 @@ from millpond.engine.cluster_figures import Role
 from millpond.engine.outputs import EngineStats, RequestOutput
 from millpond.engine.request import Request
 from millpond.errors import MillpondError, OptionError
-from tests.helpers.cluster.local import LocalCluster
+from tests.helpers.cluster.local import LocalCluster, LocalWorker
 from tests.helpers.engine.helpers import prompt
 from tests.helpers.hf.families import shared_model
 
@@ -206,3 +206,29 @@ def test_one_worker_changes_at_a_time_and_none_that_is_lost() -> None:
     asyncio.run(Replanner(1.0, lambda: able, change)._balance("More.", PhaseSeconds(8.0, 1.0)))
     assert changed == [("decode-2", "prefill")]
     assert LoadShape.of([(1, 3), (3, 5)]) == LoadShape(2, 4)
+
+
+def test_a_request_on_its_way_to_a_worker_that_is_drained_goes_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine of its target is closed before it takes the request: the others have it, and no client hears of it."""
+    with LocalCluster(prefill=1, decode=2) as local:
+        dispatcher, clients = local.cluster.dispatcher, Clients(local)
+        refused = []
+
+        def watch(target: LocalWorker) -> None:
+            take = target.take
+
+            async def take_late(name: str, offered: Any) -> None:
+                if not refused:
+                    refused.append(target.name)
+                    await dispatcher.drain(target.name)
+                    raise MillpondError("the engine was closed and takes no requests any more")
+                await take(name, offered)
+
+            monkeypatch.setattr(target, "take", take_late)
+
+        for one in local.made:
+            watch(one)
+        assert clients.read(clients.send(LONG[:3])) == expected(LONG[:3])
+        assert refused, "a target was drained"
+        assert refused[0] not in [one.name for one in local.llm.workers()]
+        local.settle()

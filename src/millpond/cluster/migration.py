@@ -105,19 +105,21 @@ class Migrator:
             target = self._pool.serving[worker]
             try:
                 await self.within_lease(target.take(name, source.offered(name)), target, name)
-            except (PoolFullError, WorkerLostError) as error:
-                if self._book.is_current(name, entry):  # else it was restarted elsewhere
-                    entry.place = "offered"
-                    if isinstance(error, PoolFullError):  # the loss of a worker is counted when it is noticed
-                        entry.targets.discard(worker)
-                await asyncio.sleep(RETRY_S)
-                continue
             except (HandoffGoneError, TimeoutError):
                 if self._book.is_current(name, entry):
                     self._book.transfer_timed_out(entry)
             except MillpondError as error:
-                if self._book.is_current(name, entry):
-                    self._book.end(entry, error)
+                leaves = not self._pool.is_able(target)  # it was drained meanwhile: its engine is closed
+                if not leaves and not isinstance(error, PoolFullError | WorkerLostError):
+                    if self._book.is_current(name, entry):
+                        self._book.end(entry, error)
+                    break
+                if self._book.is_current(name, entry):  # else it was restarted elsewhere
+                    entry.place = "offered"
+                    if not isinstance(error, WorkerLostError):  # the loss of a worker is counted when it is noticed
+                        entry.targets.discard(worker)
+                await asyncio.sleep(RETRY_S)
+                continue
             else:
                 self._count(entry, n_bytes, time.monotonic() - began)
                 if self._book.is_current(name, entry):

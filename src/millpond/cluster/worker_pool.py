@@ -130,11 +130,13 @@ class WorkerPool:
         workers += [WorkerInfo(one.name, one.role, 0, "", "starting", None) for one in self._starting.values()]
         return sorted(workers, key=lambda one: one.name)
 
+    def is_able(self, handle: WorkerHandle) -> bool:
+        """Return whether a worker takes new requests: it serves, and is not being drained."""
+        return self.serving.get(handle.name) is handle and handle.name not in self.draining
+
     def able(self, role: Role | None = None) -> list[WorkerHandle]:
         """Return workers that take new requests; of one role, or of all."""
-        return [
-            one for one in self.serving.values() if one.name not in self.draining and (role is None or one.role == role)
-        ]
+        return [one for one in self.serving.values() if self.is_able(one) and (role is None or one.role == role)]
 
     def live(self) -> dict[Role, int]:
         """Return numbers of workers that take new requests, by role; 0 where there is none."""
