@@ -50,6 +50,7 @@ MODEL_TYPES = RESULTS / "model-types.json"
 QUALITY = RESULTS / "quality"
 CURVES = ("curves-aware", "curves-agnostic")  # on the pages of the methods, not on the leaderboard
 CODECS = RESULTS / "codecs-text"
+MORE_CODECS = RESULTS / "codecs-text-papers"
 PICTURES = ROOT / "docs" / "images" / "quality"
 CHOOSE = ROOT / "docs" / "how-to" / "choose-a-method.md"
 CODECS_PAGE = ROOT / "docs" / "how-to" / "codecs.md"
@@ -75,7 +76,7 @@ def pages() -> dict[Path, str]:
     texts[reference / "request-fields.md"] = request_fields_page()
     texts[reference / "models.md"] = NOTE + model_types.render(json.loads(MODEL_TYPES.read_text(encoding="utf-8")))
     texts[reference / "api.md"] = NOTE + api_page()
-    texts[reference / "papers.md"] = NOTE + papers_page(method_panels, read_rows(CODECS))
+    texts[reference / "papers.md"] = NOTE + papers_page(method_panels, [read_rows(CODECS), read_rows(MORE_CODECS)])
     readme = ROOT / "README.md"
     texts[readme] = fill(readme.read_text(encoding="utf-8"), "saves", savings())
     speed = fill(SPEED.read_text(encoding="utf-8"), "results", result_table())

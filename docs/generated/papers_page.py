@@ -67,6 +67,8 @@ FORMATS = {
         "Channels are chosen once, at the end of the prompt, and what is kept is a multiple of 16.",
     ),
 }
+#: Formats whose upper tier is what a method keeps.
+TIERED = {name for name, codec in PRESETS.items() if codec.tiered}
 METHODS_INTRO = f"""\
 Measured: the score of `pond-recall` at a budget of {BUDGET}, as a share of the full cache's score (95 % interval).
 With the question known, context and question are compressed together; otherwise the context is compressed first.
@@ -74,7 +76,10 @@ Tasks, samples and other budgets are on the page of each method.
 """
 FORMATS_INTRO = """\
 Measured: perplexity of `pond-text` over the full cache in this format, against the full cache in bf16
-([rows](../../benchmarks/results/codecs-text/summary.md), [conditions](../how-to/codecs.md)).
+([rows](../../benchmarks/results/codecs-text/summary.md),
+[more](../../benchmarks/results/codecs-text-papers/summary.md), [conditions](../how-to/codecs.md)); of MiKV's with
+`h2o` at 20 % for the upper tier.
+ThinK's were measured [on SmolLM2](../how-to/codecs.md), whose heads are wider.
 """
 SERVING_INTRO = """\
 Measured: the row that is kept, and what of the paper is not built or differs.
@@ -83,7 +88,7 @@ Measured: the row that is kept, and what of the paper is not built or differs.
 SERVING = (
     (
         "BatchLLM (Zheng et al., MLSys 2026, arXiv:2412.03594)",
-        ("src/millpond/engine/batch_plan.py", "src/millpond/engine/batch_plan.py"),
+        ("src/millpond/engine/batch_plan.py", "src/millpond/engine/shared_prefixes.py"),
         ("tests/engine/batch/test_plan.py", "tests/engine/batch/test_memory_centric.py"),
         "[batch.md](../../benchmarks/results/batch.md): 82.4 % of the tokens spared, arrival takes 3.0 times as long",
         "Common beginnings on all levels (the paper's single level: `levels=1`). Steps of a batch are filled by memory "
@@ -106,20 +111,41 @@ SERVING = (
         ("tests/engine/chunks/test_recompute.py", "tests/engine/chunks/test_choice.py"),
         '[chunk-reuse-smollm2.md](../../benchmarks/results/chunk-reuse-smollm2.md): `"auto"` computes 11.6 % and '
         "leaves .28 [.24, .32] of the divergence of chunks stored alone",
-        "Missing: second variants of a chunk under the default alpha (CFO stays below .17, and another is computed "
-        "only at 1), early termination of chunks that the question does not look at, and preloading of layers.",
+        "Further variants of a chunk take free room only, since those that evict others make it compute more. That "
+        "tokens of chunks which the question does not look at end early (`focus`) is an option, off by default. Times "
+        "of loading and of computing, by which layers are read ahead, are measured.",
     ),
     (
         "Paging with Succinct Predictions (Antoniadis et al., ICML 2023, arXiv:2210.02775)",
-        (
-            "packages/millpond-lab/src/millpond_lab/paging/marker.py",
-            "packages/millpond-lab/src/millpond_lab/paging/marker.py",
-        ),
+        ("packages/millpond-lab/src/millpond_lab/paging/marker.py", "src/millpond/cache/paging/predictor.py"),
         ("tests/lab/paging/test_mark0.py", "tests/lab/paging/test_replay.py"),
         "[paging.md](../../benchmarks/results/paging.md): `mark0` hits .1738 and LRU .1393 of the accesses with 6,000 "
         "blocks",
-        "Blocks follow each other, so `mark0` counts a 0 behind an excess of 1s as 1. `mark_predict` takes discard "
-        "bits for its phase bits, which are known in replays only; predictors are fitted to Belady's bits.",
+        "Blocks follow each other, so `mark0` counts a 0 behind an excess of 1s as 1. Phase bits are those of a replay "
+        "or of `train pager --label phase`; without such a file `mark_predict` takes discard bits for them, and "
+        "predictors are fitted to Belady's.",
+    ),
+    (
+        "FlexGen (Sheng et al., ICML 2023, arXiv:2303.06865)",
+        ("src/millpond/engine/offload/search.py", "packages/millpond-lab/src/millpond_lab/papers/flexgen.py"),
+        ("tests/engine/offload/test_kv_on_tiers.py", "tests/lab/papers/test_flexgen.py"),
+        "[offload.md](../../benchmarks/results/offload.md): a model of 314 MB in 96 MiB, 16.77 tokens a second with "
+        "H2O at 20 %, 9.41 with the full cache, and 2.41 of Accelerate",
+        "KV is divided by layers, where the paper divides the sequences of a block; what the linear program plans "
+        "between device, host and disk has run on a simulated device and was not timed on a GPU.",
+    ),
+    (
+        "DistServe (Zhong et al., OSDI 2024, arXiv:2401.09670)",
+        (
+            "packages/millpond-lab/src/millpond_lab/cluster_plan/place.py",
+            "packages/millpond-lab/src/millpond_lab/papers/distserve_simulation.py",
+        ),
+        ("tests/lab/cluster_plan/test_place.py", "tests/cluster/test_replan.py"),
+        "[whether-to-split-2.md](../../benchmarks/results/whether-to-split-2.md): simulated, chat with `h2o` at 20 % "
+        "and int4, 3.92 requests a second and device together, 2.76 apart",
+        "Replanning gives workers the other role, one at a time, by measured seconds; the paper searches again by "
+        "simulation. A pipeline is one of processes on a CPU, for batches; layers that several devices share are left "
+        "to vLLM.",
     ),
 )
 TASKS_INTRO = """\
@@ -127,11 +153,11 @@ Tasks are what methods are measured by, so they have no row of their own; [optio
 """
 
 
-def papers_page(panels_of: Callable[[str], Mapping[str, CurvePanel]], formats: Sequence[SummaryRow]) -> str:
+def papers_page(panels_of: Callable[[str], Mapping[str, CurvePanel]], formats: Sequence[Sequence[SummaryRow]]) -> str:
     """The page in Markdown.
 
     Args:
-        panels_of: curves of a method by protocol. formats: rows of full caches in several formats, on one text.
+        panels_of: curves of a method by protocol. formats: rows of caches in several formats on one text, of each run.
     """
     parts = [f"# Papers\n\n## Methods\n\n{METHODS_INTRO}"]
     entries = [METHODS.get(name) for name in METHODS.names()]
@@ -243,10 +269,14 @@ def _names(paper: str) -> str:
     return ", ".join(f"`{name}`" for name in _codecs(paper))
 
 
-def _losses(paper: str, rows: Sequence[SummaryRow]) -> str:
-    full = {row.codec: row.score for row in rows if row.method == "full"}
-    known = [(name, full[name] / full["bf16"] - 1) for name in _codecs(paper) if name in full]
-    return ", ".join(f"`{name}` {loss:+.1%}" for name, loss in known) or "–"
+def _losses(paper: str, runs: Sequence[Sequence[SummaryRow]]) -> str:
+    found: dict[str, float] = {}
+    for rows in runs:
+        full = {row.codec: row.score for row in rows if row.method == "full"}
+        tiers = {row.codec: row.score for row in rows if row.method == "h2o" and row.codec in TIERED}
+        scores = full | tiers
+        found |= {name: scores[name] / full["bf16"] - 1 for name in _codecs(paper) if name in scores}
+    return ", ".join(f"`{name}` {found[name]:+.1%}" for name in _codecs(paper) if name in found) or "–"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
