@@ -48,6 +48,8 @@ PLACES: tuple[dict[str, float], ...] = (
     {"device": 0.2, "host": 0.4, "disk": 0.4},
     {"disk": 1.0},
 )
+#: Methods of the comparison of codecs, with and without eviction, and their options.
+CODEC_METHODS: dict[str, dict[str, Any]] = {"full": {}, "h2o": {"budget": 160, "sinks": 2}}
 #: Shares that must be equal. A number between two codes may fall to either side, so a few kept entries may differ.
 KEPT, KEPT_CODES = 0.98, 0.95
 #: The same of tokens of engines whose caches hold codes, or whose weights are in bf16.
@@ -68,9 +70,8 @@ def method_cells(machine: Machine) -> list[Cell]:
 
 def codec_cells(machine: Machine) -> list[Cell]:
     """generate() of a random model in float32 over every codec, with and without eviction."""
-    methods = {"full": {}, "h2o": {"budget": 160, "sinks": 2}}
     return [
-        Cell("tokens: codecs", f"{codec}, {method}", partial(of_codec, machine, codec, method, methods[method]), 8.0)
+        Cell("tokens: codecs", f"{codec}, {method}", partial(of_codec, machine, codec, method), 8.0)
         for codec, method in codecs_with_methods(["int4"] if machine.tiny else sorted(PRESETS))
     ]
 
@@ -91,7 +92,7 @@ def engine_cells(machine: Machine) -> list[Cell]:
 
 def codecs_with_methods(codecs: Sequence[str]) -> list[tuple[str, str]]:
     """Codecs with and without eviction; one with tiers has no use for a method that evicts nothing."""
-    pairs = [(codec, method) for codec in codecs for method in ("full", "h2o")]
+    pairs = [(codec, method) for codec in codecs for method in CODEC_METHODS]
     return [(codec, method) for codec, method in pairs if method != "full" or not PRESETS[codec].tiered]
 
 
@@ -135,23 +136,29 @@ def of_method(machine: Machine, name: str) -> Row:
     return compared(*runs, tokens=1.0, kept=KEPT)
 
 
-def of_codec(machine: Machine, codec: str, method: str, options: dict[str, Any]) -> Row:
+def codec_inputs(tiny: bool) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
+    """Ids and mask of two sequences, one of them padded, and how many tokens are generated."""
+    prompt, new = (136, 2) if tiny else (200, 96)
+    torch.manual_seed(1)
+    ids, mask = torch.randint(2, 512, (2, prompt)), torch.ones(2, prompt, dtype=torch.long)
+    mask[1, : prompt // 10] = 0
+    return (ids, mask), new
+
+
+def of_codec(machine: Machine, codec: str, method: str) -> Row:
     """One codec in generate(), two sequences, one of them padded; pages are sealed in the prompt and while decoding.
 
     The device goes on with the tokens of the CPU: one number that falls to the other side between two codes would
     change all text that follows, here as on the CPU.
     """
-    prompt, new = (136, 2) if machine.tiny else (200, 96)
     model, calibration = small_llama()
-    torch.manual_seed(1)
-    ids, mask = torch.randint(2, 512, (2, prompt)), torch.ones(2, prompt, dtype=torch.long)
-    mask[1, : prompt // 10] = 0
-    given: dict[str, Any] = {**options, "codec": codec}
+    inputs, new = codec_inputs(machine.tiny)
+    given: dict[str, Any] = {**CODEC_METHODS[method], "codec": codec}
     if codec_named(codec).calibrated:
         given["calibration"] = calibration
     (cpu, plain), (device, served) = sides(machine)
-    first = generated(model, cpu, plain, (ids, mask), new, method, given)
-    second = generated(model, device, served, (ids, mask), new, method, given, follow=first[0])
+    first = generated(model, cpu, plain, inputs, new, method, given)
+    second = generated(model, device, served, inputs, new, method, given, follow=first[0])
     return compared(first, second, tokens=TOKENS_FOLLOWED, kept=KEPT_CODES)
 
 

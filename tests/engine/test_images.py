@@ -14,6 +14,7 @@ from PIL import Image
 import millpond as mp
 from millpond.engine.engine import Engine
 from millpond.engine.request import Request
+from millpond.engine.shared_codes import SharedCodes
 from millpond.errors import ImageError, OptionError, UnsupportedModelError
 from millpond.images.picture import Picture
 from tests.helpers.engine.helpers import finish, greedy
@@ -227,3 +228,18 @@ def test_a_model_of_a_folder_brings_its_image_processor(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "NoSuchProcessor"}')
     with pytest.raises(OptionError, match="image processor"):
         mp.LLM(tmp_path, method="full")
+
+
+def test_codes_are_shared_by_image_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of codes are found by ids that tell one picture from another, as plain pages are."""
+    seen: dict[str, list[tuple[int, ...]]] = {"begin": [], "keep": []}
+    for name, ids_of in seen.items():
+        monkeypatch.setattr(SharedCodes, name, lambda self, key, ids, *rest, to=ids_of: to.append(tuple(ids.tolist())))
+    ids = with_images(HEAD, None, TAIL)
+    engine = vision_engine(method="full")
+    for name, images in (("a", pictures(1)), ("b", pictures(2)), ("c", pictures(1))):
+        engine.add(request(name, ids, images))
+        finish(engine)
+    engine.close()
+    for one, other, again in seen.values():
+        assert one == again != other
