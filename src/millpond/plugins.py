@@ -3,15 +3,17 @@
 A package names its modules under the entry points `millpond.methods` and `millpond.evals.tasks`.
 """
 
+from millpond.kernels.args import AttentionShape, PrefillArgs, WindowSignalArgs
 from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal
-from millpond.methods import method
+from millpond.kernels.ops import prefill, window_signal
+from millpond.methods import make_policy, method
 from millpond.option_files import FILE
-from millpond.option_ranges import Range
+from millpond.option_ranges import Range, brief
 from millpond.policy.eviction_plan import EvictionPlan
-from millpond.policy.head_allocation import Ada, HeadAllocation, Uniform
-from millpond.policy.layer_allocation import LayerAllocation, LayerTable, Pyramid
+from millpond.policy.head_allocation import Ada, HeadAllocation, PromptHeadAllocation, Uniform
+from millpond.policy.layer_allocation import EvenLayers, LayerAllocation, LayerTable, PromptLayers, Pyramid
 from millpond.policy.merging import Merge, Merged
-from millpond.policy.needs import Needs
+from millpond.policy.needs import NOTHING, Needs
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import (
@@ -24,12 +26,15 @@ from millpond.policy.scores.attention import (
     Score,
     WindowAttention,
 )
+from millpond.policy.scores.query_moments import QueryMoments, QueryView
 from millpond.policy.view import View
 
 __all__ = [  # noqa: RUF022 (plainly sorted)
     "AccumulatedAttention",
     "Ada",
+    "AttentionShape",
     "DecodeRule",
+    "EvenLayers",
     "Evict",
     "EvictionPlan",
     "FILE",
@@ -40,11 +45,17 @@ __all__ = [  # noqa: RUF022 (plainly sorted)
     "LeastAttention",
     "Merge",
     "Merged",
+    "NOTHING",
     "Needs",
     "Policy",
+    "PrefillArgs",
+    "PromptHeadAllocation",
+    "PromptLayers",
     "Protect",
     "Pyramid",
     "Queries",
+    "QueryMoments",
+    "QueryView",
     "RandomPriority",
     "Range",
     "Recency",
@@ -54,5 +65,10 @@ __all__ = [  # noqa: RUF022 (plainly sorted)
     "Uniform",
     "View",
     "WindowAttention",
+    "WindowSignalArgs",
+    "brief",
+    "make_policy",
     "method",
+    "prefill",
+    "window_signal",
 ]

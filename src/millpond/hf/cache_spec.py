@@ -17,7 +17,7 @@ from millpond.hf.retaining_heads import gates_finder, heads_finder
 from millpond.hf.shared_keys import check_shared
 from millpond.hf.signals.output_projection import check_output_projections
 from millpond.hf.tokenizer_source import TokenizerSource
-from millpond.methods import METHODS
+from millpond.methods import make_policy
 from millpond.policy.policy import Policy
 
 
@@ -103,7 +103,7 @@ def policy_of(method: str | Policy, options: dict[str, Any]) -> Policy:
         OptionError: no such method or option, or options beside a policy.
     """
     if isinstance(method, str):
-        return METHODS.get(method)(**options)
+        return make_policy(method, options)
     if not isinstance(method, Policy):
         raise OptionError(f"method={method!r} is neither the name of a method nor a Policy")
     if options:

@@ -1,0 +1,91 @@
+"""Layouts of keys and values inside the blocks of a layer's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from millpond import UnsupportedModelError
+
+#: Writes keys and values (block size, H, D) into places of a cache of one block, as the engine's own writer does.
+Writer = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+#: Digits of a place number: each is exact in a number of 8 bits and more.
+_BASE = 16
+
+
+class CacheLayout(Protocol):
+    """Reading and writing of whole blocks, in the dtype in which they are stored."""
+
+    def read(self, cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values (H, n * block size, D) of n blocks in order."""
+        ...
+
+    def write(self, cache: Tensor, blocks: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values (H, n * block size, D) into n blocks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeadMajorLayout:
+    """(blocks, H, block size, 2 D) of one processor: keys of a block, then its values, in an order of their own.
+
+    Attributes:
+        keys_at: (block size * D,) int64: place of each number of the keys inside a head's part of a block.
+        values_at: The same of the values.
+        block: Tokens of a block.
+    """
+
+    keys_at: Tensor
+    values_at: Tensor
+    block: int
+
+    @classmethod
+    def probe(cls, n_heads: int, block: int, dim: int, dtype: torch.dtype, write: Writer) -> HeadMajorLayout:
+        """Find the order by writing known numbers through the engine's own writer.
+
+        Raises:
+            UnsupportedModelError: the order is not one of whole numbers.
+        """
+        size = block * dim
+        places = torch.arange(size)
+        numbers = places.view(block, 1, dim).expand(block, n_heads, dim)
+        found = torch.zeros(2, size, dtype=torch.int64)
+        power = 1
+        while power < size:
+            digit = (numbers // power % _BASE).to(torch.float32)
+            digit = digit.to(dtype if dtype.itemsize > 1 else torch.float32).contiguous()
+            cache = torch.zeros(1, n_heads, block, 2 * dim, dtype=dtype)
+            write(digit, digit.clone(), cache, torch.arange(block))
+            found += cache.view(n_heads, 2, size)[0].float().round().long() * power
+            power *= _BASE
+        if not (found.sort(1).values == places).all():
+            raise UnsupportedModelError(
+                "the CPU attention of this vLLM stores a block in an order that is not known; millpond cannot move its "
+                "entries here: run without millpond, or report the processor and the version of vLLM"
+            )
+        keys_at, values_at = found.argsort(1)
+        return cls(keys_at, values_at, block)
+
+    def read(self, cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """See `CacheLayout.read`."""
+        n, (_, n_heads, block, width) = len(blocks), cache.shape
+        parts = cache[blocks].view(n, n_heads, 2, block * width // 2)
+
+        def part(index: int, at: Tensor) -> Tensor:
+            ordered = parts[:, :, index][..., at].view(n, n_heads, block, width // 2)
+            return ordered.transpose(0, 1).reshape(n_heads, n * block, width // 2)
+
+        return part(0, self.keys_at), part(1, self.values_at)
+
+    def write(self, cache: Tensor, blocks: Tensor, keys: Tensor, values: Tensor) -> None:
+        """See `CacheLayout.write`."""
+        n, (_, n_heads, block, width) = len(blocks), cache.shape
+        parts = torch.empty(n, n_heads, 2, block * width // 2, dtype=cache.dtype)
+        for index, (rows, at) in enumerate(((keys, self.keys_at), (values, self.values_at))):
+            own = rows.reshape(n_heads, n, block * width // 2).transpose(0, 1)
+            parts[:, :, index, at] = own
+        cache[blocks] = parts.view(n, n_heads, block, width)

@@ -1,0 +1,188 @@
+"""Schedulers that evict: when, at which chunk ends, and up to where a prefix is taken from the cache."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from millpond import MillpondError
+from millpond_vllm import compat
+from millpond_vllm.block_manager import EvictingManager, EvictionCounts
+from millpond_vllm.engine_check import check_engine
+from millpond_vllm.event_times import NEVER, EventTimes
+from millpond_vllm.messages import Eviction, Observation, StepOrders
+from millpond_vllm.settings import BlockRules, RequestSettings
+
+logger = init_logger("vllm.millpond")
+
+if TYPE_CHECKING:
+    _Base = Scheduler
+else:
+    _Base = object
+
+
+class EvictingScheduler(_Base):
+    """What a scheduler of vLLM does otherwise where requests evict.
+
+    Attributes:
+        manager: Blocks of the group of full-attention layers.
+        rules: Rules of the engine.
+    """
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        compat.install()
+        settings = check_engine(vllm_config)
+        super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
+        self.manager: EvictingManager = compat.evicting_manager(self.kv_cache_manager)
+        pool = self.manager.block_pool.num_gpu_blocks - 1  # one is the null block
+        self.rules = BlockRules(settings, settings.policy(), self.manager.block_size, pool)
+        self.rules.check()
+        self._asked: dict[str, RequestSettings] = {}
+        self._queries = self.rules.policy.score.queries if self.rules.policy.score is not None else "none"
+        compat.limit_hits(self.kv_cache_manager, self._most_hit)
+
+    # ------------------------------------------------------------------ requests
+
+    def add_request(self, request: Any) -> None:
+        """Add a request with its events."""
+        asked = self._settings_of(request)
+        self._asked[request.request_id] = asked
+        self.manager.times[request.request_id] = self._times(request, asked)
+        super().add_request(request)
+
+    def _settings_of(self, request: Any) -> RequestSettings:
+        """Return what a request asks for; a wrong setting was refused before, see `request_check`."""
+        params = request.sampling_params
+        try:
+            return RequestSettings.parse(None if params is None else params.extra_args)
+        except MillpondError as error:
+            logger.warning("millpond: request %s keeps the engine's settings: %s", request.request_id, error)
+            return RequestSettings()
+
+    def _times(self, request: Any, asked: RequestSettings) -> EventTimes:
+        if request.pooling_params is not None:
+            return EventTimes(request.num_prompt_tokens, self.rules.block, NEVER, 0)
+        try:
+            return self.rules.times(request.num_prompt_tokens, asked)
+        except MillpondError as error:
+            logger.warning("millpond: request %s keeps everything: %s", request.request_id, error)
+            return EventTimes(request.num_prompt_tokens, self.rules.block, NEVER, 0)
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Free a request that ended, and send its figures with its last output."""
+        request_id = request.request_id
+        transfer, *rest = super()._free_request(request, *args, **kwargs)
+        self._asked.pop(request_id, None)
+        times = self.manager.times.pop(request_id, None)
+        counts = self.manager.counts.pop(request_id, None)
+        if times is not None and times.packed < NEVER:
+            transfer = {**(transfer or {}), "millpond": _figures(times, counts or EvictionCounts())}
+        return (transfer, *rest)
+
+    # ------------------------------------------------------------------ chunks and hits
+
+    def _most_hit(self, request: Any) -> int:
+        """Return the most tokens of a request that may come from the prefix cache, in whole blocks.
+
+        Nothing behind the first event comes from there: blocks of another request that never evicted. Queries that
+        the event needs are computed.
+        """
+        times = self.manager.times.get(request.request_id)
+        first = NEVER if times is None else times.first()
+        if first >= NEVER:
+            return NEVER
+        if self._queries not in ("none", "window"):
+            return 0
+        most = first - max(1, self.rules.policy.window)
+        return max(0, most) // self.rules.block * self.rules.block
+
+    def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """End a chunk at the next event; vLLM asks here for the last word on the length of every chunk."""
+        tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        times = self.manager.times.get(request.request_id)
+        if times is None:
+            return tokens
+        done = self.manager.events.get(request.request_id, 0)
+        until = times.next(max(done, num_computed_tokens) if num_computed_tokens else 0)
+        rest = until - num_computed_tokens - tokens
+        if self._queries == "window" and rest == 1 and tokens > 1:
+            return tokens - 1  # a chunk of one token would run inside a recorded graph, where no query is seen
+        return min(tokens, until - num_computed_tokens)
+
+    # ------------------------------------------------------------------ steps
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Schedule a step, after the events of running requests that are due."""
+        evictions = self._evict_due()
+        output = super().schedule(*args, **kwargs)
+        running = {request.request_id for request in self.running}
+        orders = StepOrders([one for one in evictions if one.request in running])
+        if self.rules.policy.window:
+            for request_id, tokens in output.num_scheduled_tokens.items():
+                observation = self._observation(request_id, tokens)
+                if observation is not None:
+                    orders.observations.append(observation)
+        compat.attach_orders(output, orders)
+        return output
+
+    def _evict_due(self) -> list[Eviction]:
+        """Evict from running requests that have reached an event; preempt others where no block is free for it."""
+        evictions = []
+        for request in list(self.running):
+            request_id, computed = request.request_id, request.num_computed_tokens
+            if not compat.is_running(request) or not self.manager.due(request_id, computed):
+                continue
+            while self.manager.free_short(request_id, computed) and self._preempt_one(request):
+                pass
+            if not compat.is_running(request):
+                continue
+            eviction = self.manager.evict(request_id, computed)
+            asked = self._asked[request_id]
+            evictions.append(replace(eviction, sinks=asked.sinks, keep=asked.keep))
+        return evictions
+
+    def _preempt_one(self, waits: Any) -> bool:
+        """Preempt the request that vLLM would preempt first; return whether `waits` still runs."""
+        last = compat.preempted_first(self)
+        self.running.remove(last)
+        self._preempt_request(last, time.monotonic())
+        return last is not waits
+
+    def _observation(self, request_id: str, tokens: int) -> Observation | None:
+        """Return the queries of this step that the next event of a request needs."""
+        request, times = self.requests[request_id], self.manager.times.get(request_id)
+        if times is None:
+            return None
+        end = request.num_computed_tokens  # counts this step's already
+        begin = end - tokens
+        event = times.next(begin) if begin else times.first()
+        first = max(begin, event - self.rules.policy.window)
+        if event >= NEVER or first >= end:
+            return None
+        block, blocks = self.rules.block, self.manager.req_to_blocks[request_id]
+        slots = [blocks[at // block].block_id * block + at % block for at in range(first, end)]
+        return Observation(request_id, first, slots)
+
+
+def _figures(times: EventTimes, counts: EvictionCounts) -> dict[str, int]:
+    """Return the figures of a request as its output carries them."""
+    return {
+        "events": counts.events,
+        "blocks_freed": counts.freed,
+        "entries_kept": times.packed * times.block if counts.events else 0,
+        "recent": times.recent,
+        "packed_in_place": counts.in_place,
+    }
+
+
+class MillpondScheduler(EvictingScheduler, Scheduler):
+    """vLLM's scheduler, which evicts."""
+
+
+class MillpondAsyncScheduler(EvictingScheduler, AsyncScheduler):
+    """vLLM's asynchronous scheduler, which evicts."""
