@@ -61,7 +61,7 @@ class EvictingWorker:
         group = groups[self._group]
         policy = self._settings.policy()
         modules = compat.attention_layers(self.vllm_config, list(group.layer_names))  # type: ignore[attr-defined]
-        projections = _output_weights(self.model_runner.model, modules) if _reads_outputs(policy) else {}  # type: ignore[attr-defined]
+        projections = _output_maps(self.model_runner.model, modules) if _reads_outputs(policy) else {}  # type: ignore[attr-defined]
         layers = [
             EvictingLayer(
                 index,
@@ -89,23 +89,29 @@ def _reads_outputs(policy: Any) -> bool:
     return type(policy.score).__name__ == "CriticalValues"
 
 
-def _output_weights(model: torch.nn.Module, modules: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the weight of the projection behind each attention layer.
+@torch.inference_mode()
+def _output_maps(model: torch.nn.Module, modules: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return (Hq * value_dim, hidden) float32: the projection behind each attention layer.
+
+    vLLM repacks weights for its kernels, so the projection is asked for its result on each unit vector.
 
     Raises:
-        UnsupportedModelError: there is none of full precision where it is looked for.
+        UnsupportedModelError: there is none where it is looked for.
     """
     found = {}
     named = dict(model.named_modules())
     for name in modules:
-        parent = named.get(name.rsplit(".", 1)[0])
-        weight = getattr(getattr(parent, "o_proj", None), "weight", None)
-        if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
+        projection = getattr(named.get(name.rsplit(".", 1)[0]), "o_proj", None)
+        method = getattr(projection, "quant_method", None)
+        if method is None:
             raise UnsupportedModelError(
-                f"millpond: the method reads the output projection of {name}, which has no weight of full precision "
-                "there; use snapkv"
+                f"millpond: the method reads the output projection behind {name}, which is not called o_proj there; "
+                "use snapkv"
             )
-        found[name] = weight.detach()
+        dtype = getattr(projection, "params_dtype", torch.float32)
+        device = modules[name].kv_cache.device
+        units = torch.eye(projection.input_size_per_partition, dtype=dtype, device=device)
+        found[name] = method.apply(projection, units, bias=None).float()
     return found
 
 

@@ -30,7 +30,7 @@ class EvictingLayer:
         n_heads: Query heads of this worker.
         n_kv_heads: KV heads of this worker.
         shape: Scale and soft cap.
-        output: Weight (hidden, Hq * value_dim) of the projection behind it; None if it has none of full precision.
+        output: (Hq * value_dim, hidden) float32: the projection behind it; None if the method does not read it.
     """
 
     index: int
@@ -48,9 +48,8 @@ class EvictingLayer:
 
     def output_maps(self) -> Tensor:
         """Return (Hq, value_dim, hidden) float32: the map of each query head's output to the layer's."""
-        assert self.output is not None, "a method that reads the output projection was checked to find it"
-        hidden = self.output.shape[0]
-        return self.output.float().t().reshape(self.n_heads, -1, hidden)
+        assert self.output is not None, "the worker finds the projections for a method that reads them"
+        return self.output.view(self.n_heads, -1, self.output.shape[1])
 
 
 class WorkerState:
