@@ -88,12 +88,27 @@ def test_kept_spans_stay(engine):
     assert plain != kept
 
 
-def test_a_preempted_request_gives_what_an_undisturbed_one_gives(tiny_model):
-    engine = Engine(tiny_model, {"method": "h2o", "budget": "30%"}, num_gpu_blocks_override=24)
+def test_a_preempted_request_gives_what_an_undisturbed_one_gives(tiny_model, monkeypatch):
+    engine = Engine(tiny_model, {"method": "h2o", "budget": "30%"}, num_gpu_blocks_override=24, max_model_len=600)
     texts = prompts(6, 200, 400, seed=13)
     one_by_one = [engine.tokens([ids], 120)[0] for ids in texts]
-    outputs = engine.outputs(texts, 120)
-    assert [list(one.outputs[0].token_ids) for one in outputs] == one_by_one
+    preempted, preempt = [], engine.scheduler._preempt_request
+    monkeypatch.setattr(
+        engine.scheduler,
+        "_preempt_request",
+        lambda one, *args, **kw: (preempted.append(one), preempt(one, *args, **kw)),
+    )
+    assert engine.tokens(texts, 120) == one_by_one
+    assert any(one.num_computed_tokens > 0 or one.num_preemptions for one in preempted), "the pool is too large to test"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_200_requests_that_keep_everything_equal_stock(tiny_model, dtype):
+    texts = prompts(200, 20, 300, seed=17)
+    stock = Engine(tiny_model, dtype=dtype, num_gpu_blocks_override=300).tokens(texts, 24)
+    ours = Engine(tiny_model, {"method": "snapkv", "budget": None}, dtype=dtype, num_gpu_blocks_override=300)
+    assert ours.tokens(texts, 24) == stock
 
 
 def test_a_prompt_of_four_pools_answers(tiny_model):
