@@ -57,6 +57,7 @@ def measured(args: argparse.Namespace, name: str) -> dict[str, Any]:
         num_gpu_blocks_override=args.blocks,
         max_num_batched_tokens=args.chunk,
         max_num_seqs=256,
+        enforce_eager=True,  # nothing is compiled: a step is the same code in all settings
         enable_prefix_caching=False,
         disable_log_stats=True,
         **({} if settings is None else millpond_vllm.engine_args(**settings)),
