@@ -323,7 +323,7 @@ def serve(
         llm = AsyncLLM(model, config, model_name=name, **place.as_arguments(config.weights))
     else:
         _check_on_cpu("workers" if pipeline is None else "--pipeline", place, config)
-        shared = {"model_name": name, "dtype": place.chosen_dtype, "threads": place.threads}
+        shared: dict[str, Any] = {"model_name": name, "dtype": place.chosen_dtype, "threads": place.threads}
         if pipeline is None:
             from millpond.cluster.async_llm import AsyncClusterLLM
 
