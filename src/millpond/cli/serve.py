@@ -36,6 +36,7 @@ from millpond.setting import settings_of
 
 if TYPE_CHECKING:
     from millpond.cache.chunks.store import ChunkStore
+    from millpond.engine.config import EngineConfig
     from millpond.server.llm_protocol import ServedLLM
 
 
@@ -294,6 +295,12 @@ def serve(
     cache: CacheChoice,
     engine: EngineChoice,
     place: EnginePlace,
+    pipeline: Annotated[
+        int | None,
+        optional(
+            min=2, help="Processes of this machine that share the model's layers out, with their weights and caches."
+        ),
+    ] = None,
     tool_parser: Annotated[str, option_of(ServerSettings, "tool_parser")] = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", help="No line per request.")] = False,
     workers: Workers,
@@ -312,19 +319,21 @@ def serve(
     config = EngineConfig(**cache.for_request(), calibration=cache.calibration, **engine.as_arguments())
     name, layout = served_name or name_of(model), workers.as_arguments(place.threads)
     llm: ServedLLM
-    if workers.several:
-        from millpond.cluster.async_llm import AsyncClusterLLM
-
-        if place.device is not None or place.device_memory is not None:
-            raise OptionError("workers compute on a CPU: leave --device and --device-memory out with workers")
-        if any(one is not None for one in (place.memory, place.disk, config.chunk_store, config.cache_dir)):
-            raise OptionError(
-                "--memory, --disk, --chunk-store and --cache-dir are those of one engine: leave them out with workers"
-            )
-        kind = None if place.dtype == "auto" else place.dtype
-        llm = AsyncClusterLLM(model, config, model_name=name, dtype=kind, threads=place.threads, **layout)
-    else:
+    if pipeline is None and not workers.several:
         llm = AsyncLLM(model, config, model_name=name, **place.as_arguments(config.weights))
+    else:
+        _check_on_cpu("workers" if pipeline is None else "--pipeline", place, config)
+        shared: dict[str, Any] = {"model_name": name, "dtype": place.chosen_dtype, "threads": place.threads}
+        if pipeline is None:
+            from millpond.cluster.async_llm import AsyncClusterLLM
+
+            llm = AsyncClusterLLM(model, config, **shared, **layout)
+        elif workers.several:
+            raise OptionError("--pipeline is one engine, and workers have one each: leave one of the two out")
+        else:
+            from millpond.cluster.async_pipeline import AsyncPipelineLLM
+
+            llm = AsyncPipelineLLM(model, config, stages=pipeline, **shared)
     if not settings.api_keys and host not in ("127.0.0.1", "localhost", "::1"):
         errors().print(
             f"[yellow]note:[/] anyone who can reach {escape(host)} may use the model; --api-key limits that to holders "
@@ -338,6 +347,20 @@ def serve(
             errors().print(escape(line), soft_wrap=True, highlight=False)
 
     run(llm, settings, host=host, port=port, listens=told)
+
+
+def _check_on_cpu(what: str, place: EnginePlace, config: EngineConfig) -> None:
+    """Check that nothing is given that only one engine in one process can use.
+
+    Raises:
+        OptionError: something is.
+    """
+    if place.device is not None or place.device_memory is not None:
+        raise OptionError(f"--device and --device-memory are for one process: leave them out with {what}, on a CPU")
+    if any(one is not None for one in (place.memory, place.disk, config.chunk_store, config.cache_dir)):
+        raise OptionError(
+            f"--memory, --disk, --chunk-store and --cache-dir are those of one engine: leave them out with {what}"
+        )
 
 
 def name_of(model: str) -> str:

@@ -19,6 +19,7 @@ from millpond.kernels.reference import (
     attend,
     decode,
     decode_rows,
+    decode_shared,
     merge_slots,
     newest_alike,
     read,
