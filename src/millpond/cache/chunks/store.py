@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -115,9 +116,9 @@ class ChunkStore:
         self.memory, self.disk, self.loading = parse_bytes(memory), parse_bytes(disk), parse_bytes(loading)
         if variants < 1:
             raise OptionError(f"variants={variants} of a chunk: must be at least 1")
-        if not alpha > 0:
-            raise OptionError(f"alpha={alpha} must be above 0")
-        if not keep_above >= 0:
+        if not 0 < alpha < math.inf:
+            raise OptionError(f"alpha={alpha} must be a number above 0")
+        if not 0 <= keep_above <= 1:
             raise OptionError(f"keep_above={keep_above} must be a CFO, from 0 to 1; 1 keeps no chunk computed in part")
         self.variants, self.keep_above, self.alpha, self.dtype = variants, keep_above, alpha, check_rest(dtype)
         if focus < 0:
