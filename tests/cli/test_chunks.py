@@ -71,6 +71,7 @@ FLAGS = {
     "--chunk-coverage": (0.75, "coverage"),
     "--chunk-dtype": ("int8", "dtype"),
     "--chunk-rule": ("craft", "rule"),
+    "--chunk-load-timeout": (3.5, "load_timeout_s"),
 }
 
 
@@ -113,6 +114,7 @@ def test_flags_reach_the_store(command: str, tmp_path: Path, monkeypatch: pytest
         ("--chunk-focus", "-1", "focus=-1 must be a number of layers"),
         ("--chunk-coverage", "0", "coverage=0.0 must be a share above 0"),
         ("--chunk-coverage", "nan", "coverage=nan must be a share above 0"),
+        ("--chunk-load-timeout", "0", "load_timeout_s=0.0 must be a number of seconds above 0"),
         ("--chunk-rule", "lrv", "did you mean 'lru'"),
     ],
 )

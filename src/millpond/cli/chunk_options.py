@@ -48,6 +48,12 @@ class ChunkChoice(OptionGroup):
     chunk_coverage: Annotated[
         float, typer.Option(help="Share of the question's attention to chunks that those of --chunk-focus have.")
     ] = 0.5
+    chunk_load_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds for which nothing may come from the disk; then chunks that are waited for are computed."
+        ),
+    ] = 10.0
 
     def store(self) -> ChunkStore | None:
         """Return the chunk store of the options; None without a folder.
@@ -72,4 +78,5 @@ class ChunkChoice(OptionGroup):
             coverage=self.chunk_coverage,
             dtype=self.chunk_dtype,
             rule=self.chunk_rule,
+            load_timeout_s=self.chunk_load_timeout,
         )
