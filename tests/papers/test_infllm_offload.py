@@ -14,6 +14,8 @@ from transformers import LlamaForCausalLM
 
 import millpond as mp
 from millpond.cache.far_blocks import BlockFormat, FarBlocks
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.selective import BlockRetrieval
 from millpond.cache.serialization import from_tensors, to_tensors
 from millpond.engine.engine import Engine
 from millpond.engine.request import Request
@@ -332,3 +334,25 @@ def test_blocks_in_the_same_memory_are_counted() -> None:
     blocks = (408 - TEN["sinks"] - TEN["local"]) // TEN["block"]
     assert reserved["host"] - reserved["disk"] == blocks * TEN["block"] * numbers
     assert reserved["disk"] < reserved["none"] / 2
+
+
+def test_no_pass_holds_more_pages_than_are_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of each layer's pass, before its blocks leave."""
+    engine, held = engine_of("disk", None), [0]
+    move_out = BlockRetrieval.move_out
+
+    def looking(blocks: BlockRetrieval, table: PageTable, sequence: int) -> None:
+        held.append(engine._parts.memory.live_bytes)
+        move_out(blocks, table, sequence)
+
+    monkeypatch.setattr(BlockRetrieval, "move_out", looking)
+    engine.add(Request(request_id="a", prompt=tuple(text(1, 130)[0].tolist()), params=greedy(12)))
+    (state,) = engine._requests
+    need, unpaged = state.scheduled.memory_need, state.group.cache_factory.unpaged_bytes(130, 142)
+    while state.scheduled.num_computed_tokens < 130:
+        engine.step()
+    assert (need.prefill - unpaged) / 2 < max(held) <= need.prefill - unpaged
+    held.clear()
+    finish(engine)
+    assert (need.each - unpaged) / 2 < max(held) <= need.each - unpaged
+    engine.close()
