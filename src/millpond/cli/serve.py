@@ -14,10 +14,10 @@ from rich.markup import escape
 
 from millpond.budget import FLOOR
 from millpond.cache.paging.choose import LIVE
+from millpond.cli.chunk_options import ChunkChoice
 from millpond.cli.console import errors, size
 from millpond.cli.options import (
     CacheChoice,
-    ChunkDtype,
     EnginePlace,
     ModelName,
     OptionGroup,
@@ -35,7 +35,6 @@ from millpond.server.settings import ServerSettings
 from millpond.setting import settings_of
 
 if TYPE_CHECKING:
-    from millpond.cache.chunks.store import ChunkStore
     from millpond.engine.config import EngineConfig
     from millpond.server.llm_protocol import ServedLLM
 
@@ -58,13 +57,7 @@ class EngineChoice(OptionGroup):
         "on_pressure",
         "runner",
         "weights",
-        "chunk_store",
-        "chunk_memory",
-        "chunk_disk",
         "deterministic",
-        "chunk_dtype",
-        "chunk_rule",
-        "chunk_alpha",
         "cache_dir",
         "cache_disk",
         "trust_remote_code",
@@ -78,16 +71,6 @@ class EngineChoice(OptionGroup):
         option_of(EngineSettings, "prefix_cache", default_text="lru with `kv_memory`, else live", show_default=False),
     ] = None
     no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Share no prompts.")] = False
-    chunk_store: Annotated[Path | None, option_of(EngineSettings, "chunk_store")] = None
-    chunk_memory: Annotated[str, typer.Option(help="Chunks in memory, at most.")] = "1GiB"
-    chunk_disk: Annotated[str, typer.Option(help="Chunks in the folder, at most.")] = "20GiB"
-    chunk_dtype: ChunkDtype = "auto"
-    chunk_rule: Annotated[
-        str, typer.Option(metavar="RULE", help="Which chunks leave full tiers: a rule as of --prefix-cache.")
-    ] = "lru"
-    chunk_alpha: Annotated[
-        float, typer.Option(help="Factor on what is computed again of chunks, see `millpond chunks tune-alpha`.")
-    ] = 0.17
 
     def as_arguments(self) -> dict[str, Any]:
         """Return fields of `EngineConfig`.
@@ -103,7 +86,6 @@ class EngineChoice(OptionGroup):
         return {
             **taken,
             "prefix_cache": self.prefix_cache or self._usual_sharing,
-            "chunk_store": self._chunks(),
             "cache_disk": None if folder is None else taken["cache_disk"],
         }
 
@@ -113,27 +95,6 @@ class EngineChoice(OptionGroup):
         if self.no_prefix_cache:
             return False
         return LIVE if self.settings["kv_memory"] is None else True
-
-    def _chunks(self) -> ChunkStore | None:
-        """Return the chunk store of the options.
-
-        Raises:
-            OptionError: limits of a store without its folder.
-        """
-        if self.chunk_store is not None:
-            from millpond.cache.chunks.store import ChunkStore
-
-            return ChunkStore(
-                self.chunk_store,
-                memory=self.chunk_memory,
-                disk=self.chunk_disk,
-                dtype=self.chunk_dtype,
-                rule=self.chunk_rule,
-                alpha=self.chunk_alpha,
-            )
-        if given := self.given & {"chunk_memory", "chunk_disk", "chunk_dtype", "chunk_rule", "chunk_alpha"}:
-            raise OptionError(f"--{min(given).replace('_', '-')} needs --chunk-store")
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,6 +255,7 @@ def serve(
     served_name: Annotated[str | None, optional(help="The model's name for clients. Default: as --model.")] = None,
     cache: CacheChoice,
     engine: EngineChoice,
+    chunks: ChunkChoice,
     place: EnginePlace,
     pipeline: Annotated[
         int | None,
@@ -316,7 +278,9 @@ def serve(
     from millpond.engine.config import EngineConfig
 
     settings = ServerSettings(**limits.settings, **access.as_settings(), tool_parser=tool_parser)
-    config = EngineConfig(**cache.for_request(), calibration=cache.calibration, **engine.as_arguments())
+    config = EngineConfig(
+        **cache.for_request(), calibration=cache.calibration, chunk_store=chunks.store(), **engine.as_arguments()
+    )
     name, layout = served_name or name_of(model), workers.as_arguments(place.threads)
     llm: ServedLLM
     if pipeline is None and not workers.several:
