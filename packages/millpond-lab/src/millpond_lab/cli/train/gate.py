@@ -34,8 +34,12 @@ def gate(
     max_minutes: Annotated[float | None, optional(help="Stop after N minutes; the same command resumes.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and texts.")] = 0,
     teacher: Annotated[
-        str, typer.Option(help="Predictions are held to: self, the model with everything kept; text, the text itself.")
-    ] = "self",
+        str | None,
+        optional(
+            help="Predictions are held to: self, the model with everything kept; text, the text itself. "
+            "Default: self; text with --lora."
+        ),
+    ] = None,
     alpha: Annotated[float, typer.Option(min=0.0, help="Weight of the kept share's distance from the target.")] = 5.0,
     start: Annotated[
         str, typer.Option(help="Retaining heads to begin with: a file of 'millpond train retain', or bundled.")
@@ -50,6 +54,10 @@ def gate(
     acts: Annotated[
         str, typer.Option(help="Flags act inside a prompt (the paper), or at its end: see attention_gate's option.")
     ] = "prompt",
+    lora: Annotated[
+        int | None,
+        optional(min=1, help="Rank of an adapter of the attention projections, trained beside the gates (the paper)."),
+    ] = None,
     lr: Annotated[float | None, optional(help="Highest learning rate. Default: 1e-3; 3e-4 for large models.")] = None,
     length: DataLength = "256,1024",
     without: Without = "",
@@ -62,7 +70,7 @@ def gate(
     if out.suffix != ".safetensors":
         raise OptionError(f"--out {out}: name a file that ends in .safetensors")
     target = share_of_text(target_keep)
-    chosen, where = _teacher(teacher), _acts(acts)
+    chosen, where = _teacher(teacher or ("text" if lora else "self")), _acts(acts)
     loaded, tokenizer = model.load()
     texts = texts_of(data, tokenizer, length, without)
     usual, heads = defaults_of(loaded), _heads(start, loaded)
@@ -79,6 +87,7 @@ def gate(
         start="" if heads is None else heads.digest,
         attention="global" if whole else "causal",
         acts=where,
+        lora=lora or 0,
     )
     result = train_gate(loaded, texts, out, settings, start=heads, max_minutes=max_minutes, threads=threads)
     if card:

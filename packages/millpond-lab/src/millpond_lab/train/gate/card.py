@@ -35,6 +35,11 @@ READS = {
     "prompt": ", and queries of a prompt see what has a flag, sinks and the newest entries",
     "end": " and reads each prompt in full",
 }
+#: What is said of an adapter.
+ADAPTER = (
+    "A low-rank adapter of rank {rank} on its attention projections was trained beside the gates (LoRA, the paper's "
+    "second route); it is in the file, and acts where they do. "
+)
 CARD = """\
 # Gates of {name}
 
@@ -51,7 +56,7 @@ biases and the table of shares. Each text has questions, or its last eighth asks
 learned: measure before you rely on it.
 
 ## Training
-The model is frozen{reads}. The tokens behind a prompt are read with what the gates keep. Loss: {loss},
+The model is frozen{reads}. {adapter}The tokens behind a prompt are read with what the gates keep. Loss: {loss},
 and {alpha:g} times the distance of the mean flag from {target:.0%}, with straight-through gradients; the first {sinks}
 and the newest {window} entries of a prompt stay and count as kept. {start}AdamW at {lr:g}, betas {betas}, {warmup:.0%}
 of the steps to rise, then linearly to zero; the norm of the gradients clipped at {clip:g}. Networks {hidden:,} wide,
@@ -104,6 +109,7 @@ def write_card(result: TrainedGates, out: Path, *, name: str, hardware: str) -> 
         heads=settings.n_heads,
         width=settings.width,
         reads=READS[settings.acts],
+        adapter=ADAPTER.format(rank=settings.lora) if settings.lora else "",
         sees="the text before a token" if settings.attention == "causal" else "the whole prompt",
         parameters=sum(p.numel() for p in run.networks.parameters()),
         changed=CHANGED,
@@ -186,7 +192,7 @@ def calibrate_gates(
         raise OptionError(f"n_texts={n_texts} must be at least 1 text")
     with cpu_threads(threads):
         acts: Acts = "prompt" if gates.facts.get(ACTS) == "prompt" else "end"
-        judge = GateJudge(TextReader(model), acts, sinks, window)
+        judge = GateJudge(TextReader(model), acts, sinks, window, gates.adapter)
         chosen = [texts.draw(CHOOSE_STREAM, seed, step) for step in range(n_texts)]
         shift = judge.shift_to(target, gates.layers, chosen)
         mean = sum(_shares(judge, gates.layers, chosen, shift)) / n_texts
@@ -199,7 +205,7 @@ def calibrate_gates(
         before, after = (_shares(judge, gates.layers, check, by) for by in (0.0, shift))
     facts = {**gates.facts, "target": f"{target:g}", "calibrated": texts.name, "shift": f"{shift:.6g}"}
     layers = [replace(gate, b2=gate.b2 + shift) for gate in gates.layers]
-    moved = Gates(layers, gates.model, gates.name, facts)
+    moved = Gates(layers, gates.model, gates.name, facts, adapter=gates.adapter)
     save_heads(moved, out)
     return CalibratedGates(moved, shift, texts.name, target, before, after)
 

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millpond.errors import CacheMismatchError, OptionError
+from millpond.hf.adapter import ALL, acting
 from millpond.hf.calibration.load import model_mark
 from millpond.hf.model_profile import ModelProfile
+from millpond.policy.trained.adapter import Adapter
 from millpond.policy.trained.file import GATE, save_heads
 from millpond.policy.trained.networks import (
     ACTS,
@@ -34,6 +36,7 @@ from millpond.policy.trained.networks import (
 )
 from millpond_lab.train.common.network_run import NetworkRun, RunSettings, StopLimits, checkpoint_of, cpu_threads
 from millpond_lab.train.common.progress import step_progress
+from millpond_lab.train.gate.low_rank import Sizes, TrainedAdapter, projection_sizes
 from millpond_lab.train.gate.objective import (
     Teacher,
     TrainedGate,
@@ -60,6 +63,7 @@ class GateSettings(RunSettings):
         start: digest of the retaining heads that the gates begin with; empty: none.
         attention: what a token of a prompt looks at: causal, those before it; global, the whole prompt.
         acts: where flags act: inside a prompt, as later queries of it do not see what has none; or at its end.
+        lora: rank of an adapter of the attention projections that is trained beside the gates; 0: none is.
     """
 
     target: float = 0.2
@@ -74,6 +78,7 @@ class GateSettings(RunSettings):
     start: str = ""
     attention: Literal["causal", "global"] = "causal"
     acts: Acts = "prompt"
+    lora: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.target < 1:
@@ -84,6 +89,13 @@ class GateSettings(RunSettings):
             raise OptionError(f"attention={self.attention!r} must be causal or global")
         if self.acts not in ("prompt", "end"):
             raise OptionError(f"acts={self.acts!r} must be prompt or end")
+        if self.lora < 0:
+            raise OptionError(f"lora={self.lora} is the rank of an adapter: 1 or more, or 0 for none")
+        if self.lora and self.acts == "end":
+            raise OptionError(
+                f"lora={self.lora} with acts='end': prompts are read without gradients then, so an adapter would not "
+                "learn how to read them; train it with acts='prompt'"
+            )
 
 
 class GateLogLine(NamedTuple):
@@ -113,8 +125,11 @@ def new_run(
     sizes: Sequence[HeadSizes],
     device: torch.device,
     start: RetainingHeads | None = None,
+    projections: Sequence[Sizes] = (),
 ) -> GateRun:
     """A run that begins. Equal seeds give equal weights; the caller's random state is kept.
+
+    projections: of every layer, see `projection_sizes`; none without an adapter.
 
     Raises:
         CacheMismatchError: the retaining heads to start from are of another model or width.
@@ -132,6 +147,8 @@ def new_run(
             )
             for s in sizes
         ]
+        for index, linears in enumerate(projections):
+            gates[index].adapter = TrainedAdapter(linears, settings.lora)
     if start is not None:
         if start.model != mark or len(start.layers) != len(gates):
             raise CacheMismatchError(
@@ -200,7 +217,8 @@ def train_gate(
     file.parent.mkdir(parents=True, exist_ok=True)
     with cpu_threads(threads):
         reader = TextReader(model)
-        run = new_run(settings, model_mark(model), texts.name, reader.sizes(), model.device, start)
+        projections = projection_sizes(ModelProfile.of(model)) if settings.lora else []
+        run = new_run(settings, model_mark(model), texts.name, reader.sizes(), model.device, start, projections)
         if checkpoint_of(file).exists():
             run.load(checkpoint_of(file))
         with step_progress(show_progress, run.step, settings.steps) as show:
@@ -225,7 +243,9 @@ def _step(run: GateRun, reader: TextReader, texts: Texts, checkpoint: Path) -> G
 
     if settings.acts == "prompt":
         full = reader.predict(asked.ids, asked.begin)
-        logits = read_inside(reader, asked, flag, settings.sinks, settings.window)
+        adapter = _adapter(run)
+        with acting(ModelProfile.of(reader.model), [] if adapter is None else [(adapter, ALL)]):
+            logits = read_inside(reader, asked, flag, settings.sinks, settings.window)
     else:
         prompt = reader.read_prompt(asked.ids, asked.begin)
         full, kept_flags = prompt.logits, [flag(index, layer.features) for index, layer in enumerate(prompt.layers)]
@@ -241,13 +261,14 @@ def _step(run: GateRun, reader: TextReader, texts: Texts, checkpoint: Path) -> G
 def _measured(run: GateRun, reader: TextReader, texts: Texts, name: str) -> TrainedGates:
     """The gates as a file stores them, shifted to keep the target on held-out texts, and what they do there."""
     settings = run.settings
-    layers = [_as_stored(gate) for gate in run.networks]
+    layers, adapter = [_as_stored(gate) for gate in run.networks], _adapter(run, as_stored=True)
     asked = [texts.draw(CHECK_STREAM, settings.seed, step) for step in range(settings.check_texts)]
-    judge = GateJudge(reader, settings.acts, settings.sinks, settings.window)
+    judge = GateJudge(reader, settings.acts, settings.sinks, settings.window, adapter)
     shift = judge.shift_to(settings.target, layers, asked)
     moved = [replace(gate, b2=gate.b2 + shift) for gate in layers]
     hidden = zip(*(judge.judge(moved, text).hidden for text in asked), strict=True)
-    gates = Gates([pruned(*given) for given in zip(moved, hidden, strict=True)], run.mark, name, _facts(run))
+    kept_units = [pruned(*given) for given in zip(moved, hidden, strict=True)]
+    gates = Gates(kept_units, run.mark, name, _facts(run), adapter=adapter)
     kept: list[Tensor] = []
     shares: list[float] = []
     same = total = 0
@@ -258,6 +279,12 @@ def _measured(run: GateRun, reader: TextReader, texts: Texts, name: str) -> Trai
         same += int((found.predicted.argmax(-1) == reader.predict(text.ids, text.begin).argmax(-1)).sum())
         total += len(found.predicted)
     return TrainedGates(run, gates, shift, torch.stack(kept).mean(0).tolist(), shares, same / total)
+
+
+def _adapter(run: GateRun, as_stored: bool = False) -> Adapter | None:
+    """The adapter as it is now, or in the numbers of its file; None if none is trained."""
+    layers = [gate.adapter for gate in run.networks if isinstance(gate, TrainedGate) and gate.adapter is not None]
+    return Adapter([layer.as_stored() if as_stored else layer.added for layer in layers]) if layers else None
 
 
 def _as_stored(gate: nn.Module) -> LayerGate:
@@ -291,4 +318,5 @@ def _facts(run: GateRun) -> dict[str, str]:
         "start": settings.start,
         ATTENTION: settings.attention,
         ACTS: settings.acts,
+        **({"lora": str(settings.lora)} if settings.lora else {}),
     }
