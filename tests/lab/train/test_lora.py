@@ -30,8 +30,9 @@ from millpond.policy.trained.networks import Gates
 from millpond_lab.bench.methods.candidate import random_gates
 from millpond_lab.train.gate.card import calibrate_gates, write_card
 from millpond_lab.train.gate.low_rank import projection_sizes
+from millpond_lab.train.gate.objective import TrainedGate
 from millpond_lab.train.gate.shares import GateJudge, flags_of
-from millpond_lab.train.gate.train import GateSettings, TrainedGates, train_gate
+from millpond_lab.train.gate.train import GateSettings, TrainedGates, start_of, train_gate
 from millpond_lab.train.retain.features import TextReader
 from millpond_lab.train.retain.texts import Asked
 from tests.cli.test_cli import wrong
@@ -236,6 +237,29 @@ def test_what_is_trained_is_stored_and_used(tmp_path: Path) -> None:
     stored = gates_of(again.read_bytes(), "it").adapter
     assert stored is not None
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(stored.parts(), gates.adapter.parts(), strict=True))
+
+
+def test_gates_begin_with_gates(tmp_path: Path) -> None:
+    """With their numbers, widths and adapter; an adapter is not lost on the way."""
+    given_adapter = adapter_of(llama())
+    start = replace(random_gates(llama(dtype=torch.float32)), adapter=given_adapter)
+    settings = replace(LORA, lora=3, check_texts=1, start=start_of(start))
+    result = train(tmp_path / "gate.safetensors", settings, start=start, max_steps=0)
+    assert result.gates.adapter is not None
+    for own, given, added in zip(result.run.networks, start.layers, given_adapter.layers, strict=True):
+        assert isinstance(own, TrainedGate)
+        assert own.adapter is not None
+        assert all(torch.equal(getattr(own.gate, part), getattr(given, part)) for part in given.PARTS)
+        assert all(
+            torch.equal(a, b) for name in added for a, b in zip(own.adapter.added[name], added[name], strict=True)
+        )
+    assert "begin as gates of the same model" in write_card(
+        result, tmp_path / "gate.safetensors", name="a", hardware="b"
+    )
+    with pytest.raises(CacheMismatchError, match=r"have an adapter of rank 3.*give --lora 3"):
+        train(tmp_path / "other.safetensors", replace(settings, lora=0), start=start)
+    with pytest.raises(CacheMismatchError, match="trained for another model"):
+        train(tmp_path / "other.safetensors", settings, start=random_gates(llama("mha")))
 
 
 def test_settings_that_make_no_sense() -> None:

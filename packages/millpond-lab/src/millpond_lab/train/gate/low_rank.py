@@ -45,6 +45,13 @@ class TrainedAdapter(nn.Module):
         )
         self.b = nn.ParameterDict({name: nn.Parameter(torch.zeros(n, rank)) for name, (_, n) in sizes.items()})
 
+    @torch.no_grad()
+    def continue_from(self, layer: Mapping[str, LowRank]) -> None:
+        """Begin with the numbers of an adapter of the same projections and rank."""
+        for name, one in layer.items():
+            _part(self.a[name]).copy_(one.a)
+            _part(self.b[name]).copy_(one.b)
+
     @property
     def added(self) -> Mapping[str, LowRank]:
         """What it adds now, by projection."""

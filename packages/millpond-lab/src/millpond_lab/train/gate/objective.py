@@ -63,6 +63,12 @@ class TrainedGate(nn.Module):
         steps = heads.quantiles.shape[1] - 1
         self.b2.copy_(heads.b2 - heads.quantiles[:, round((1 - target) * steps)])
 
+    @torch.no_grad()
+    def continue_from(self, gate: LayerGate) -> None:
+        """Begin with the numbers of a gate, in its width."""
+        for part in LayerGate.PARTS:
+            setattr(self, part, nn.Parameter(getattr(gate, part).detach().float().cpu().clone()))
+
 
 def straight_through(logits: Tensor, pinned: Tensor) -> Tensor:
     """Flags 1[p > 1/2], with the gradient of p = sigmoid(logits); 1 without a gradient where `pinned`.

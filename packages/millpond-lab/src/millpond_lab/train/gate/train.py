@@ -60,7 +60,7 @@ class GateSettings(RunSettings):
         target: share of a prompt's entries that is to be kept, pinned ones included. alpha: weight of its loss.
         teacher: see `prediction_loss`. hidden: width of the networks. n_heads, width: of their narrow attention.
         sinks, window: first and newest entries of a prompt that stay. clip: of the norm of all gradients.
-        start: digest of the retaining heads that the gates begin with; empty: none.
+        start: what the gates begin with, see `start_of`; empty: nothing.
         attention: what a token of a prompt looks at: causal, those before it; global, the whole prompt.
         acts: where flags act: inside a prompt, as later queries of it do not see what has none; or at its end.
         lora: rank of an adapter of the attention projections that is trained beside the gates; 0: none is.
@@ -124,7 +124,7 @@ def new_run(
     data: str,
     sizes: Sequence[HeadSizes],
     device: torch.device,
-    start: RetainingHeads | None = None,
+    start: RetainingHeads | Gates | None = None,
     projections: Sequence[Sizes] = (),
 ) -> GateRun:
     """A run that begins. Equal seeds give equal weights; the caller's random state is kept.
@@ -132,7 +132,7 @@ def new_run(
     projections: of every layer, see `projection_sizes`; none without an adapter.
 
     Raises:
-        CacheMismatchError: the retaining heads to start from are of another model or width.
+        CacheMismatchError: the networks to start from are of another model or width, or have another adapter.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
@@ -150,21 +150,46 @@ def new_run(
         for index, linears in enumerate(projections):
             gates[index].adapter = TrainedAdapter(linears, settings.lora)
     if start is not None:
-        if start.model != mark or len(start.layers) != len(gates):
-            raise CacheMismatchError(
-                f"the retaining heads to start from were trained for another model ({start.name}): take those of this "
-                "model"
-            )
-        for gate, heads in zip(gates, start.layers, strict=True):
-            if len(heads.b1) != settings.hidden:
-                raise CacheMismatchError(
-                    f"the retaining heads to start from are {len(heads.b1)} wide and these gates {settings.hidden}: "
-                    f"give --hidden {len(heads.b1)}"
-                )
-            gate.start_from(heads.to(torch.device("cpu")), settings.target)
+        _begin(gates, start, mark, settings)
     return GateRun(settings, mark, data, nn.ModuleList(gates).to(device), GateLogLine)
 
 
+def start_of(networks: RetainingHeads | Gates | None) -> str:
+    """What `GateSettings.start` says of networks that gates begin with."""
+    if networks is None:
+        return ""
+    return f"{GATES_START}{networks.digest}" if isinstance(networks, Gates) else networks.digest
+
+
+def _begin(gates: Sequence[TrainedGate], start: RetainingHeads | Gates, mark: str, settings: GateSettings) -> None:
+    """Let gates begin with given networks; see `new_run`."""
+    if start.model != mark or len(start.layers) != len(gates):
+        raise CacheMismatchError(
+            f"the networks to start from were trained for another model ({start.name}): take those of this model"
+        )
+    if isinstance(start, Gates):
+        rank = 0 if start.adapter is None else start.adapter.rank
+        if rank and rank != settings.lora:
+            raise CacheMismatchError(
+                f"the gates to start from have an adapter of rank {rank}, without which they were not trained: give "
+                f"--lora {rank}"
+            )
+        for index, gate in enumerate(gates):
+            gate.continue_from(start.layers[index])
+            if start.adapter is not None and gate.adapter is not None:
+                gate.adapter.continue_from(start.adapter.layers[index])
+        return
+    for gate, heads in zip(gates, start.layers, strict=True):
+        if len(heads.b1) != settings.hidden:
+            raise CacheMismatchError(
+                f"the retaining heads to start from are {len(heads.b1)} wide and these gates {settings.hidden}: "
+                f"give --hidden {len(heads.b1)}"
+            )
+        gate.start_from(heads.to(torch.device("cpu")), settings.target)
+
+
+#: What `GateSettings.start` of gates begins with.
+GATES_START = "gates "
 #: Names of the random streams: of training, and of the texts that the result is measured on.
 TRAIN_STREAM, CHECK_STREAM = "retain", "retain-check"
 
@@ -193,7 +218,7 @@ def train_gate(
     out: str | Path,
     settings: GateSettings,
     *,
-    start: RetainingHeads | None = None,
+    start: RetainingHeads | Gates | None = None,
     max_minutes: float | None = None,
     max_steps: int | None = None,
     threads: int | None = None,
@@ -202,14 +227,14 @@ def train_gate(
     """Train gates into the file `out`, continuing from `out`.checkpoint if there is one.
 
     Args:
-        start: retaining heads that the gates begin with; `settings.start` is their digest.
+        start: retaining heads or gates that these begin with, see `start_of`; gates have their own width.
         max_minutes: stop this call after that many minutes; call again to continue.
         max_steps: stop at this step of the whole run; for tests.
         threads: CPU threads of torch; None leaves them as they are.
 
     Raises:
         OptionError: the checkpoint is of another model, data or settings.
-        CacheMismatchError: `start` is of another model or width.
+        CacheMismatchError: `start` is of another model or width, or has another adapter.
         NumericsError: a loss that is not finite; the checkpoint before it stays.
         UnsupportedModelError: a model whose rotation cannot be undone, with latents, or without position ids.
     """
