@@ -130,6 +130,8 @@ class CacheFactory(CacheLayout):
             model.model, profile, policy, method, budget, codec, tokenizer=tokenizer, calibration=calibration
         )
         policy, kept, stored = spec.policy, spec.budget, spec.stored
+        if policy.gates is not None and policy.gates.adapter is not None:
+            model.check_adapters()
         if tier is not None and policy.needs_all_layers:
             raise OptionError(
                 f"method {method!r} compares all layers when it plans, and those on the disk are here one at a time; "
