@@ -87,6 +87,8 @@ def main() -> None:
     parser.add_argument("--budget")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--calibrate", type=Path, help="a text that is not judged")
+    parser.add_argument("--calibration-windows", type=int, default=16)
+    parser.add_argument("--calibration-length", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--name", help="of the model in the results; its own by default")
     parser.add_argument("--out", type=Path, help="JSON file that the numbers are added to")
@@ -95,10 +97,12 @@ def main() -> None:
     warnings.simplefilter("ignore", category=UserWarning)
     texts = {name: Path(path) for name, _, path in (given.partition("=") for given in args.text)}
     model, tokenizer = mp.load_model(args.model), mp.load_tokenizer(args.model)
-    known = None
+    known, calibrated = None, ""
     if args.calibrate is not None:
         refuse_judged(args.calibrate, [*texts.values()])
-        known = calibrate(model, tokens(tokenizer, args.calibrate))
+        n, length = args.calibration_windows, args.calibration_length
+        known = calibrate(model, tokens(tokenizer, args.calibrate), windows=n, length=length)
+        calibrated = f"{n} windows of {length:,} tokens of {args.calibrate.name}"
     options = {name: value for name, _, value in (given.partition("=") for given in args.option)}
     setting: dict[str, Any] = {"method": args.method, "budget": args.budget, "tokenizer": tokenizer, **options}
     found: dict[str, dict[str, list[float]]] = {codec: {} for codec in args.codecs}
@@ -125,7 +129,7 @@ def main() -> None:
         report["machine"] = asdict(describe_machine())
         row = {"model": args.name or args.model, "prompt": args.prompt, "scored": args.scored, "windows": args.windows}
         row |= {"method": ":".join([args.method, *args.option]), "budget": args.budget or "", "turns": args.turns}
-        row["calibrated on"] = "" if args.calibrate is None else args.calibrate.name
+        row["calibrated on"] = calibrated
         report["rows"] = [one for one in report["rows"] if {name: one[name] for name in row} != row]
         report["rows"].append({**row, "bytes": held, "kl": found})
         args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
