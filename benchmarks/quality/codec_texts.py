@@ -96,10 +96,11 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     warnings.simplefilter("ignore", category=UserWarning)
     texts = {name: Path(path) for name, _, path in (given.partition("=") for given in args.text)}
+    if args.calibrate is not None:
+        refuse_judged(args.calibrate, [*texts.values()])
     model, tokenizer = mp.load_model(args.model), mp.load_tokenizer(args.model)
     known, calibrated = None, ""
     if args.calibrate is not None:
-        refuse_judged(args.calibrate, [*texts.values()])
         n, length = args.calibration_windows, args.calibration_length
         known = calibrate(model, tokens(tokenizer, args.calibrate), windows=n, length=length)
         calibrated = f"{n} windows of {length:,} tokens of {args.calibrate.name}"
