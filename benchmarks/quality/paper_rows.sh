@@ -50,7 +50,7 @@ for part in "$@"; do
       ;;
     values)
       # FlexGen's sparse attention
-      measure sparse_values 1 0.5 0.25 0.1 $size --scored 32 --out "$out/sparse-values.json"
+      measure sparse_values 1 0.5 0.25 0.1 $size --scored 16 --out "$out/sparse-values.json"
       ;;
     *)
       echo "no part called $part; there are: codecs tiers turns merging values" >&2
