@@ -10,8 +10,9 @@ from millpond.codec.spec import Codec
 from millpond.errors import BudgetError, OptionError
 from millpond.methods import method
 from millpond.option_ranges import POSITIONS, SOME_POSITIONS, Range, check_parts
+from millpond.policy.codec_refusal import WAY_OUT
 from millpond.policy.needs import Needs, Offload
-from millpond.policy.policy import WAY_OUT, Policy
+from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 
 #: Queries of a prompt that look up one set of blocks, by default.
