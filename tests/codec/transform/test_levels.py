@@ -58,9 +58,9 @@ def test_bits_go_where_a_bit_lowers_the_distortion_most() -> None:
 
 
 def test_a_drop_is_no_larger_than_the_one_before_it() -> None:
-    """Where the second bit helps more than the first, the first comes first all the same, and none is skipped."""
-    given = allocate([torch.tensor([[4.0, 3.5, 0.0]]), torch.tensor([[2.0, 1.0, 0.75]])], 2)
-    assert [part.tolist() for part in given] == [[1], [1]]
+    """A bit that helps only behind one that does not counts as little as that one."""
+    given = allocate([torch.tensor([[4.0, 3.875, 0.0]]), torch.tensor([[2.0, 1.0, 0.75]])], 2)
+    assert [part.tolist() for part in given] == [[0], [2]]
     assert [part.tolist() for part in allocate([torch.tensor([[1.0, 0.5, 0.5]])], 9)] == [[2]]
 
 
