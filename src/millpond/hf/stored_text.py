@@ -82,7 +82,7 @@ class StoredText:
             SideHeader.from_bytes(headers[1], value.n_rows, self.device),
         )
         decoded = decode((key, value), header, pages, PageAddress(self.unit, nth))
-        keys, values = (t.view(coded, heads, -1).transpose(0, 1) for t in decoded)
+        keys, values = (t.view(coded, heads, dim).transpose(0, 1) for t, dim in zip(decoded, dims, strict=True))
         rotary = self.rotations[nth]
         if rotary is not None and coded:
             positions = torch.arange(first, first + coded, device=self.device)

@@ -14,7 +14,7 @@ from millpond.cache.serialization import to_tensors
 from millpond.cache.types import RotaryEmbedding
 from millpond.codec import codecs_of, resolve
 from millpond.codec.transform.coding import encode, project
-from millpond.codec.transform.exact_tokens import NEWEST, QUERY_STEP, attention_per_query, exact_mask
+from millpond.codec.transform.exact_tokens import NEWEST, QUERY_STEP, SHARE, attention_per_query, exact_mask
 from millpond.codec.transform.page import TOKENS, PageAddress
 from millpond.codec.transform.prompt_header import LayerHeader, adapted_headers
 from millpond.codec.transform.storage_codec import parse_storage_codec
@@ -156,7 +156,11 @@ class TextStorage:
         queries = torch.cat(self._queries[number], 1)
         at = torch.arange(queries.shape[1], device=queries.device) * QUERY_STEP + QUERY_STEP - 1 - layer.first
         attention = attention_per_query(queries[:, at >= 0], at[at >= 0], layer.keys, layer.shape)
-        mask = exact_mask(attention, threshold) if layer.first == 0 else attention > threshold
+        if layer.first:  # of a sliding layer: the first queries saw tokens that are not held, so this is too much
+            most = attention[: layer.coded].quantile(1 - SHARE) if layer.coded else attention.new_zeros(())
+            mask = attention > most.clamp(min=threshold)
+        else:
+            mask = exact_mask(attention, threshold)
         mask[layer.coded :] = True
         return mask
 

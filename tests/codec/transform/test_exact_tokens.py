@@ -19,20 +19,20 @@ def heads(n: int = 96) -> tuple[torch.Tensor, torch.Tensor]:
 
 def by_hand(q: torch.Tensor, k: torch.Tensor, unit: int, shape: AttentionShape = SHAPE) -> list[float]:
     """With loops over tokens, queries and heads."""
-    n, found = k.shape[1], []
+    n, rows = k.shape[1], {}
+    for i in range(15, n, 16):
+        first = max(0, i - shape.window + 1) if shape.window else 0
+        for head in range(4):
+            logits = k[head // 2, first : i + 1] @ q[head, i] * shape.scale
+            if shape.softcap:
+                logits = shape.softcap * torch.tanh(logits / shape.softcap)
+            if shape.sink_logits is not None:
+                logits = torch.cat([logits, shape.sink_logits[head, None]])
+            rows[i, head] = [0.0] * first + logits.softmax(0).tolist()
+    found = []
     for t in range(n):
-        sums = [0.0, 0.0]
-        asked = [i for i in range(15, n, 16) if i > t and i // unit == t // unit]
-        for i in asked:
-            for head in range(4):
-                seen = range(max(0, i - shape.window + 1) if shape.window else 0, i + 1)
-                logits = torch.stack([q[head, i] @ k[head // 2, s] * shape.scale for s in seen])
-                if shape.softcap:
-                    logits = shape.softcap * torch.tanh(logits / shape.softcap)
-                if shape.sink_logits is not None:
-                    logits = torch.cat([logits, shape.sink_logits[head, None]])
-                if t in seen:
-                    sums[head // 2] += float(logits.softmax(0)[t - seen[0]]) / 2
+        asked = [i for i in range(15, n, 16) if 0 < i - t < (shape.window or n) and i // unit == t // unit]
+        sums = [sum(rows[i, head][t] for i in asked for head in pair) / 2 for pair in ((0, 1), (2, 3))]
         found.append(max(sums) / max(len(asked), LEAST_QUERIES))
     return found
 

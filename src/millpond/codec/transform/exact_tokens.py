@@ -48,7 +48,9 @@ def attention_rows(q: Tensor, at: Tensor, k: Tensor, shape: AttentionShape) -> T
 
 
 def attention_per_query(q: Tensor, at: Tensor, k: Tensor, shape: AttentionShape, unit: int = UNIT) -> Tensor:
-    """Return how much attention a token gets from a query behind it, the mean over queries in its largest KV head.
+    """Return how much attention a token gets from a query that sees it from behind, in its largest KV head.
+
+    It is the mean over the queries of a unit, and over the query heads of a KV head.
 
     Args:
         q: (Hq, m, D) sampled queries after RoPE.
@@ -73,7 +75,8 @@ def attention_per_query(q: Tensor, at: Tensor, k: Tensor, shape: AttentionShape,
             rows = attention_rows(some, where, k[:, :end], shape)[..., begin:]
             rows = rows.masked_fill(where[:, None] <= torch.arange(begin, end, device=k.device), 0)
             sums += rows.view(len(k), -1, *rows.shape[1:]).mean(1).sum(1)
-        seen = (positions[:, None] > torch.arange(begin, end, device=k.device)).sum(0)
+        behind = positions[:, None] - torch.arange(begin, end, device=k.device)
+        seen = ((behind > 0) & (behind < (shape.window or n))).sum(0)
         attention[begin:end] = (sums / seen.clamp(min=LEAST_QUERIES)).max(0).values
     return attention
 
