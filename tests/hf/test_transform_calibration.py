@@ -115,6 +115,8 @@ def test_models_of_many_kinds(kind: str) -> None:
     assert found.model.shapes == ((config.num_key_value_heads, 8, 8),) * 2
     assert found.calibrated.tokens == 2048
     assert bool((found.thresholds > 0).all())
+    largest = [int((keys.mean.abs() > 40).sum()) for keys, _ in found.layers]
+    assert largest == ([2, 2] if kind == "biases" else [0, 0])  # biases are in the mean, not in the covariance
 
 
 def test_an_interrupted_calibration_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
