@@ -3,8 +3,9 @@
 A model reads `--prompt` tokens of a window into a full cache, which is stored in each codec and restored, and then
 predicts the next `--scored` tokens of the text. The number is KL(full || restored), in nats a token, the mean over the
 windows of a text with its standard error. `transform:BITS` writes a document and counts the bytes of the whole file;
-`transform:BITS:plain` does without the header of the text. Other names are formats of live pages, such as rotated4
-and int4, read into the cache as they are, whose bytes are those that it holds. Shares are of 16-bit numbers.
+`transform:BITS:plain` does without the header of the text, and `transform:BITS:unit` judges a token by the queries of
+its own 256 alone. Other names are formats of live pages, such as rotated4 and int4, read into the cache as they are,
+whose bytes are those that it holds. Shares are of 16-bit numbers.
 
     python benchmarks/quality/storage_codec.py MODEL transform:1.5 rotated4 int4 --calibration MODEL.safetensors \\
         --text wiki=wikitext2_test.txt --text novel=emma.txt --windows 12 --out benchmarks/results/storage-codec
@@ -47,9 +48,9 @@ def predictions(model: Any, cache: Any, ids: Tensor) -> Tensor:
 
 def stored(model: Any, codec: str, calibration: Any, prompt: Tensor, rest: Tensor, file: Path) -> tuple[Tensor, int]:
     """Log probabilities behind a text that was stored and restored, and the bytes of its file."""
-    name, _, how = codec.rpartition(":") if codec.endswith(":plain") else (codec, "", "")
+    name, bits, *how = codec.split(":")
     with mp.compress(model, "full") as cache:
-        storage = TextStorage(cache, name, calibration, adapt=how != "plain")
+        storage = TextStorage(cache, f"{name}:{bits}", calibration, adapt="plain" not in how, by_unit="unit" in how)
         read_document(model, cache, prompt)
         n_bytes = save_document(cache, prompt, file, storage=storage)
     restored, _ = restore_document(model, file, calibration=calibration)

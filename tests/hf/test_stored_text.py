@@ -89,6 +89,16 @@ def test_sinks_newest_and_most_attended_tokens_are_exact(kind: str, tmp_path: Pa
             assert not torch.equal(getattr(one, name)[:, inside].bfloat16().float(), getattr(other, name)[:, inside])
 
 
+def test_exact_tokens_by_unit_do_not_change_when_text_follows(tmp_path: Path) -> None:
+    for n in (320, 400):
+        store("gqa", tmp_path / str(n), text=TEXT[:, :n], by_unit=True)
+    one, two = (load_file(tmp_path / name) for name in ("320", "400"))
+    for index in range(2):
+        first, second = (t[f"{index}.exact.at"][t[f"{index}.exact.at"] < 256].tolist() for t in (one, two))
+        assert first == second
+        assert len(first) > 4
+
+
 def test_a_text_in_chunks_has_the_same_exact_tokens(tmp_path: Path) -> None:
     for name, chunk in (("one", None), ("two", 72)):
         store("gqa", tmp_path / name, chunk=chunk)

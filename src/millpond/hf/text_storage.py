@@ -14,7 +14,15 @@ from millpond.cache.serialization import to_tensors
 from millpond.cache.types import RotaryEmbedding
 from millpond.codec import codecs_of, resolve
 from millpond.codec.transform.coding import encode, project
-from millpond.codec.transform.exact_tokens import NEWEST, QUERY_STEP, SHARE, attention_per_query, exact_mask
+from millpond.codec.transform.exact_tokens import (
+    NEWEST,
+    QUERY_STEP,
+    SINKS,
+    UNIT,
+    above,
+    attention_per_query,
+    most_attended,
+)
 from millpond.codec.transform.page import TOKENS, PageAddress
 from millpond.codec.transform.prompt_header import LayerHeader, adapted_headers
 from millpond.codec.transform.storage_codec import parse_storage_codec
@@ -79,6 +87,8 @@ class TextStorage:
         codec: Name such as "transform:1.5".
         calibration: The model's transform or its file.
         adapt: Whether means, scales and bits are fitted to the text; else they are the calibration's.
+        by_unit: Whether a token is exact by the queries of its own 256 tokens and the threshold of the file, which
+            later tokens do not change; else the 1 % are exact that all sampled queries of the text attend to most.
 
     Raises:
         OptionError: no such codec, no file, or a cache whose method or number format has no codes.
@@ -86,14 +96,22 @@ class TextStorage:
         DataError: the file cannot be read.
     """
 
-    def __init__(self, cache: MillpondCache, codec: str, calibration: TransformSource, *, adapt: bool = True) -> None:
+    def __init__(
+        self,
+        cache: MillpondCache,
+        codec: str,
+        calibration: TransformSource,
+        *,
+        adapt: bool = True,
+        by_unit: bool = False,
+    ) -> None:
         self.codec = parse_storage_codec(codec)
         model = cache.model()
         if model is None or cache.get_seq_length():
             raise CacheMismatchError("a storage codec looks at the queries of the text: set it before one is read")
         _check_plain(cache, self.codec.name)
         self.transform = transform_of(model, calibration)
-        self.adapt = adapt
+        self.adapt, self.by_unit = adapt, by_unit
         self._queries: dict[int, list[Tensor]] = {}
         self._seen: dict[int, int] = {}
         cache.watch(self._sample)
@@ -155,13 +173,13 @@ class TextStorage:
             raise CacheMismatchError(f"layer {number}: the storage codec has not seen all queries of this text")
         queries = torch.cat(self._queries[number], 1)
         at = torch.arange(queries.shape[1], device=queries.device) * QUERY_STEP + QUERY_STEP - 1 - layer.first
-        attention = attention_per_query(queries[:, at >= 0], at[at >= 0], layer.keys, layer.shape)
-        if layer.first:  # of a sliding layer: the first queries saw tokens that are not held, so this is too much
-            most = attention[: layer.coded].quantile(1 - SHARE) if layer.coded else attention.new_zeros(())
-            mask = attention > most.clamp(min=threshold)
-        else:
-            mask = exact_mask(attention, threshold)
-        mask[layer.coded :] = True
+        unit = UNIT if self.by_unit else layer.n
+        attention = attention_per_query(queries[:, at >= 0], at[at >= 0], layer.keys, layer.shape, unit)
+        mask = torch.zeros_like(attention, dtype=torch.bool)
+        sinks = max(0, SINKS - layer.first)
+        mask[:sinks], mask[layer.coded :] = True, True
+        middle = attention[sinks : layer.coded]
+        mask[sinks : layer.coded] = above(middle, threshold) if self.by_unit else most_attended(middle)
         return mask
 
     def _projected(self, nth: int, layer: _LayerEntries, rotary: RotaryEmbedding | None) -> tuple[Tensor, Tensor]:

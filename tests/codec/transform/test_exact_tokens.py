@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from millpond.codec.transform.exact_tokens import LEAST_QUERIES, attention_per_query, attention_rows, exact_mask
+from millpond.codec.transform.exact_tokens import (
+    LEAST_QUERIES,
+    above,
+    attention_per_query,
+    attention_rows,
+    most_attended,
+)
 from millpond.kernels.args import AttentionShape
 
 SHAPE = AttentionShape(0.25)
@@ -66,6 +72,9 @@ def test_queries_see_themselves_and_what_is_before_them() -> None:
     torch.testing.assert_close(rows.sum(-1), torch.ones(4, 1))
 
 
-def test_sinks_are_exact_and_what_is_above_the_threshold() -> None:
-    attention = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.3, 0.5, 0.7, 0.5])
-    assert exact_mask(attention, 0.5).tolist() == [True] * 4 + [False, False, True, False]
+def test_exact_by_threshold_and_by_rank() -> None:
+    attention = torch.tensor([0.3, 0.5, 0.7, 0.5, 0.6, 0.1])
+    assert above(attention, 0.5).nonzero()[:, 0].tolist() == [2, 4]
+    assert most_attended(attention, 0.2).nonzero()[:, 0].tolist() == [2]
+    assert most_attended(attention, 0.05).sum() == 0
+    assert most_attended(torch.rand(1000)).sum() == 10

@@ -81,8 +81,13 @@ def attention_per_query(q: Tensor, at: Tensor, k: Tensor, shape: AttentionShape,
     return attention
 
 
-def exact_mask(attention: Tensor, threshold: float) -> Tensor:
-    """Return which tokens are exact: sinks, and those above the layer's threshold, (n,) bool."""
-    mask = attention > threshold
-    mask[:SINKS] = True
+def above(attention: Tensor, threshold: float) -> Tensor:
+    """Return which tokens are exact by the threshold of the layer, (n,) bool: no other token changes that."""
+    return attention > threshold
+
+
+def most_attended(attention: Tensor, share: float = SHARE) -> Tensor:
+    """Return which tokens are exact by rank, (n,) bool: a share of a whole text, rounded to the nearest number."""
+    mask = torch.zeros_like(attention, dtype=torch.bool)
+    mask[attention.topk(round(share * len(attention))).indices] = True
     return mask
