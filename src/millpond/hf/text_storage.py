@@ -139,7 +139,7 @@ class TextStorage:
         rotations = rotations_before_rope(supported(unwrapped(model)))
         layers, exact, projections, moments = [], [], [], []
         for nth, (number, layer_cache) in enumerate(cache.entry_layers.items()):
-            layer = _LayerEntries.of(layer_cache, self.codec.name)
+            layer = _LayerEntries.of(layer_cache, self.codec.name, model.device)
             if layer.shapes != self.transform.model.shapes[nth]:
                 raise CacheMismatchError(f"layer {number} has shapes {layer.shapes}, which the transform file has not")
             mask = self._exact(number, layer, float(self.transform.thresholds[nth]))
@@ -152,7 +152,7 @@ class TextStorage:
         tensors: dict[str, Tensor] = {}
         for nth, (layer, mask, z) in enumerate(zip(layers, exact, projections, strict=True)):
             pages = encode(self.transform.layers[nth], headers[nth], z, PageAddress(unit, nth))
-            at = mask.nonzero()[:, 0]
+            at = mask.nonzero()[:, 0].to(layer.keys.device)
             kind = torch.float16 if layer.keys.dtype == torch.float16 else torch.bfloat16
             part = {
                 "pages": pages,
@@ -171,7 +171,7 @@ class TextStorage:
         """Return which of the held tokens are stored as they are, (n,) bool."""
         if self._seen.get(number, 0) != layer.first + layer.n:
             raise CacheMismatchError(f"layer {number}: the storage codec has not seen all queries of this text")
-        queries = torch.cat(self._queries[number], 1)
+        queries = torch.cat(self._queries[number], 1).to(layer.keys.device)
         at = torch.arange(queries.shape[1], device=queries.device) * QUERY_STEP + QUERY_STEP - 1 - layer.first
         unit = UNIT if self.by_unit else layer.n
         attention = attention_per_query(queries[:, at >= 0], at[at >= 0], layer.keys, layer.shape, unit)
@@ -180,7 +180,7 @@ class TextStorage:
         mask[:sinks], mask[layer.coded :] = True, True
         middle = attention[sinks : layer.coded]
         mask[sinks : layer.coded] = above(middle, threshold) if self.by_unit else most_attended(middle)
-        return mask
+        return mask.cpu()
 
     def _projected(self, nth: int, layer: _LayerEntries, rotary: RotaryEmbedding | None) -> tuple[Tensor, Tensor]:
         """Return z of the coded tokens' keys and values."""
@@ -224,8 +224,8 @@ class _LayerEntries:
     small: dict[str, Tensor]
 
     @classmethod
-    def of(cls, layer_cache: LayerCache, codec: str) -> _LayerEntries:
-        """Read a layer.
+    def of(cls, layer_cache: LayerCache, codec: str, device: torch.device) -> _LayerEntries:
+        """Read a layer; keys and values are on `device`.
 
         Raises:
             OptionError: it holds more than the entries of its tokens, or other tokens in each head.
@@ -241,7 +241,7 @@ class _LayerEntries:
                 "keys and values; use the method 'full' with codec 'auto'"
             )
         pages = max(0, n - NEWEST) // TOKENS
-        keys, values = stored["keys"][:, :n], stored["values"][:, :n]
+        keys, values = (stored[name][:, :n].to(device) for name in ("keys", "values"))
         small = {name: stored[name] for name in SMALL}
         return cls(layer_cache.index, first, n, pages * TOKENS, keys, values, layer_cache.attention.shape, small)
 

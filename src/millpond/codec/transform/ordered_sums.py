@@ -27,9 +27,10 @@ def ordered_product(x: Tensor, matrix: Tensor, start: Tensor | None = None) -> T
     out = x.new_zeros((len(x), m), dtype=torch.float32)
     if start is not None:
         out += start
-    for begin in range(0, len(x), TILE):
-        columns = x[begin : begin + TILE].float().T.contiguous()
-        sums = out[begin : begin + TILE]
+    tile = TILE if x.device.type == "cpu" else max(1, len(x))
+    for begin in range(0, len(x), tile):
+        columns = x[begin : begin + tile].float().T.contiguous()
+        sums = out[begin : begin + tile]
         term = torch.empty_like(sums)
         for j in range(k):
             torch.mul(columns[j, :, None], matrix[j], out=term)
