@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from millpond_vllm.worker_state import WorkerState
 
 #: Attributes of vLLM's layers and metadata that this package adds.
-STATE, ROWS = "millpond_state", "millpond_rows"
+STATE, ROWS, SUMS = "millpond_state", "millpond_rows", "millpond_sums"
 
 
 def state_of(layer: Any) -> tuple[WorkerState, int] | None:
@@ -43,6 +43,8 @@ class EvictingBuilder:
         state = self._state()
         if state is not None and state.queries is not None:
             setattr(metadata, ROWS, state.queries.rows(given.slot_mapping[: given.num_actual_tokens]))
+        if state is not None and state.sums is not None:
+            setattr(metadata, SUMS, state.sums.plan(metadata))
         return metadata
 
     def _state(self) -> WorkerState | None:
@@ -68,8 +70,9 @@ class ObservingImpl:
         rows = getattr(metadata, ROWS, None)
         if state.queries is not None and rows is not None:
             state.queries.remember(index, query, rows)
-        if state.sums is not None:
-            state.sums.gather(state.layers[index], query, metadata)
+        step = getattr(metadata, SUMS, None)
+        if state.sums is not None and step is not None:
+            state.sums.gather(state.layers[index], query, step)
         return out
 
 

@@ -81,6 +81,8 @@ class WorkerState:
             self._evict(eviction)
         if self.queries is not None:
             self.queries.expect(orders.observations)
+        if self.sums is not None:
+            self.sums.expect(orders.parts)
 
     def forget(self, requests: set[str]) -> None:
         """Drop the state of requests that ended or were preempted."""
