@@ -27,7 +27,7 @@ from millpond.policy.scores.attention import (
     Score,
     WindowAttention,
 )
-from millpond.policy.scores.query_moments import QueryMoments, QueryView
+from millpond.policy.scores.query_moments import QueryMoments, QueryView, Rotate
 from millpond.policy.view import View
 
 __all__ = [  # noqa: RUF022 (plainly sorted)
@@ -63,6 +63,7 @@ __all__ = [  # noqa: RUF022 (plainly sorted)
     "Range",
     "Recency",
     "Reduce",
+    "Rotate",
     "Score",
     "Signal",
     "Uniform",

@@ -90,17 +90,21 @@ class AttentionSums:
         """Take the requests of this step that an event is ahead of; nothing is summed for others."""
         self._expected = parts
 
-    def plan(self, metadata: Any) -> StepSums | None:
-        """Return what a step adds to, from its rows without null blocks; None if no event is ahead of any request."""
+    def plan(self, given: Any) -> StepSums | None:
+        """Return what a step adds to; None if no event is ahead of any request.
+
+        Args:
+            given: vLLM's common metadata of the step, with rows and lengths without null blocks.
+        """
         if not self._expected:
             return None
-        starts, lengths, table = metadata.query_start_loc, metadata.seq_lens, metadata.block_table
-        slots = metadata.slot_mapping
+        starts, lengths, table = given.query_start_loc, given.seq_lens, given.block_table_tensor
+        slots = given.slot_mapping
         wanted = torch.tensor([part.slot for part in self._expected], dtype=slots.dtype, device=slots.device)
         counts = starts.diff()
-        first = slots[starts[:-1].long().clamp(max=max(metadata.num_actual_tokens - 1, 0))]
-        summed = torch.isin(first, wanted) & (counts > 0)
-        if metadata.max_query_len == 1:
+        rows = starts[:-1].long().clamp(max=max(given.num_actual_tokens - 1, 0))  # padding begins behind the tokens
+        summed = torch.isin(slots[rows], wanted) & (counts > 0)
+        if given.max_query_len == 1:
             return StepSums(None, table, torch.where(summed, lengths, 0).int(), [])
         chunks = []
         for row in (summed & (counts > 1)).nonzero()[:, 0].tolist():
@@ -109,7 +113,6 @@ class AttentionSums:
             chunks.append(Chunk(int(starts[row]), int(starts[row + 1]), length, blocks))
         single = summed & (counts == 1)
         lens = torch.where(single, lengths, 0).int() if bool(single.any()) else None
-        rows = starts[:-1].long().clamp(max=max(metadata.num_actual_tokens - 1, 0))
         return StepSums(rows, table, lens, chunks)
 
     def gather(self, layer: EvictingLayer, queries: Tensor, step: StepSums) -> None:

@@ -62,14 +62,18 @@ class EvictingWorker:
         policy = self._settings.policy()
         modules = compat.attention_layers(self.vllm_config, list(group.layer_names))  # type: ignore[attr-defined]
         projections = _output_maps(self.model_runner.model, modules) if _reads_outputs(policy) else {}  # type: ignore[attr-defined]
+        model = self.model_runner.model  # type: ignore[attr-defined]
+        rotated = policy.needs_unrotated_queries
         layers = [
             EvictingLayer(
                 index,
                 module,
                 module.num_heads,
                 module.num_kv_heads,
+                compat.layer_number(name),
                 AttentionShape(module.impl.scale, softcap=float(module.impl.logits_soft_cap or 0)),
                 projections.get(name),
+                compat.rotation_of(model, name, module.head_size) if rotated else None,
             )
             for index, (name, module) in enumerate(modules.items())
         ]
