@@ -4,11 +4,6 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
-from millpond_vllm.cache_layout import HeadMajorLayout
-from millpond_vllm.event_times import EventTimes
-from millpond_vllm.messages import Eviction, Observation, StepOrders, StepPart
-from millpond_vllm.rotation import HeadRotation
-from millpond_vllm.worker_state import EvictingLayer, WorkerState
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -16,6 +11,11 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import millpond as mp
 from millpond import Policy
 from millpond.plugins import AttentionShape
+from millpond_vllm.cache_layout import HeadMajorLayout
+from millpond_vllm.event_times import EventTimes
+from millpond_vllm.messages import Eviction, Observation, StepOrders, StepPart
+from millpond_vllm.rotation import HeadRotation
+from millpond_vllm.worker_state import EvictingLayer, WorkerState
 
 BLOCK, DIM, HEADS, KV_HEADS, LAYERS = 32, 32, 4, 2, 3
 
@@ -143,10 +143,9 @@ class Feed:
     def _write(self, index: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         cache, layout = self.state.layers[index].cache, self.state.layout
         parts = cache.view(len(cache), KV_HEADS, 2, BLOCK * DIM)
-        for which, numbers in ((0, keys), (1, values)):
-            at = (layout.keys_at if which == 0 else layout.values_at).view(BLOCK, DIM)
-            for slot, row in zip(slots.tolist(), numbers, strict=True):
-                parts[slot // BLOCK, :, which, at[slot % BLOCK]] = row
+        blocks, within = (slots // BLOCK)[:, None], slots % BLOCK
+        for which, numbers, order in ((0, keys, layout.keys_at), (1, values, layout.values_at)):
+            parts[blocks, :, which, order.view(BLOCK, DIM)[within]] = numbers.transpose(1, 2)
 
     def evict(self, request: str) -> list[list[list[int]]]:
         """Carry out the event at the end of a prompt; return the kept positions by layer and KV head."""

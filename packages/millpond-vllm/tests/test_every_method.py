@@ -3,11 +3,11 @@
 import pytest
 import torch
 from fed_state import BLOCK, Feed, Text, kept_by_compress, seen_by_layers, small_llama
-from millpond_vllm.methods import fitted, refusal
-from millpond_vllm.settings import BlockRules, EngineSettings, RequestSettings
 
 import millpond as mp
 from millpond.plugins import make_policy
+from millpond_vllm.methods import fitted, refusal
+from millpond_vllm.settings import BlockRules, EngineSettings, RequestSettings
 
 #: Why a method cannot act, by a few words of the reason.
 REFUSED = {
@@ -17,15 +17,15 @@ REFUSED = {
     "duo_attention": "rules of their own",
     "elastic": "merges entries",
     "ems": "merges entries",
-    "fastgen": "needs more of the model",
-    "infllm": "needs more of the model",
+    "fastgen": "rules of their own",
+    "infllm": "looks blocks up",
     "kvmerger": "merges entries",
-    "kvzip": "needs more of the model",
+    "kvzip": "a second time",
     "locret": "before RoPE",
     "merge_on_evict": "merges entries",
-    "minference": "needs more of the model",
+    "minference": "by patterns",
     "simlayerkv": "among layers by the prompt",
-    "sirllm": "needs more of the model",
+    "sirllm": "predictions",
 }
 ACTING = [name for name in mp.list_methods() if name not in (*REFUSED, "full")]
 
