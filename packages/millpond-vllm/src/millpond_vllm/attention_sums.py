@@ -39,7 +39,7 @@ class StepSums:
     """What the queries of a step add to, the same in all layers.
 
     Attributes:
-        rows: (S,) row of each request's first query; None where each request has one.
+        rows: (S,) row of each request's first query; None where row i is that of request i.
         table: (S, M) int32 blocks.
         lens: (S,) int32 entries of each request that brings one query, 0 for the others; None if none brings one.
         chunks: Requests that bring several.
@@ -105,7 +105,8 @@ class AttentionSums:
         rows = starts[:-1].long().clamp(max=max(given.num_actual_tokens - 1, 0))  # padding begins behind the tokens
         summed = torch.isin(slots[rows], wanted) & (counts > 0)
         if given.max_query_len == 1:
-            return StepSums(None, table, torch.where(summed, lengths, 0).int(), [])
+            whole = len(counts) == given.num_actual_tokens  # no padding
+            return StepSums(None if whole else rows, table, torch.where(summed, lengths, 0).int(), [])
         chunks = []
         for row in (summed & (counts > 1)).nonzero()[:, 0].tolist():
             length = int(lengths[row])
