@@ -10,7 +10,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import millpond as mp
 from millpond import Policy
+from millpond.hf.calibration.load import model_mark
 from millpond.plugins import AttentionShape
+from millpond.policy.trained.networks import LayerHeads, RetainingHeads
 from millpond_vllm.cache_layout import HeadMajorLayout
 from millpond_vllm.event_times import EventTimes
 from millpond_vllm.messages import Eviction, Observation, StepOrders, StepPart
@@ -133,12 +135,12 @@ class Feed:
             max_query_len=max(counts.values()),
         )
         self.state.begin(orders)
-        plan = self.state.plan_step(given)
+        plan = self.state.plan_step(given, given.seq_lens)
         for index in range(LAYERS):
             parts = [[part[rows] for part in text.seen[index]] for text, rows in zip(reading, rows, strict=True)]
             queries, keys, values = (torch.cat(part) for part in zip(*parts, strict=True))
             self._write(index, given.slot_mapping, keys, values)
-            self.state.observe(index, queries, plan)
+            self.state.observe(index, queries, keys, values, plan)
 
     def _write(self, index: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         cache, layout = self.state.layers[index].cache, self.state.layout
@@ -158,6 +160,24 @@ class Feed:
         self.state.begin(StepOrders([event]))
         tail_positions = list(range(left * BLOCK, computed))
         return [[head + tail_positions for head in layer] for layer in self.state._positions[request].tolist()]
+
+
+def random_heads(model: LlamaForCausalLM, n_layers: int = LAYERS, kv_heads: int = KV_HEADS) -> RetainingHeads:
+    """Networks with random weights that are the model's own."""
+    draw = torch.Generator().manual_seed(6)
+    inputs = (HEADS + 2 * KV_HEADS) * DIM
+    wide = torch.linspace(-9, 9, 257).repeat(kv_heads, 1)
+    layers = [
+        LayerHeads(
+            torch.randn(16, inputs, generator=draw) / 8,
+            torch.randn(16, generator=draw),
+            torch.randn(kv_heads, 16, generator=draw) / 4,
+            torch.randn(kv_heads, generator=draw),
+            wide,
+        )
+        for _ in range(n_layers)
+    ]
+    return RetainingHeads(layers, model_mark(model), "LlamaForCausalLM", {"label": "log_prob"})
 
 
 def kept_by_compress(model: LlamaForCausalLM, policy: Policy, text: Text) -> list[list[list[int]]]:

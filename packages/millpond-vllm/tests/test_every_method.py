@@ -1,11 +1,14 @@
 """Every method of Millpond: it keeps on blocks what `mp.compress` keeps, or is refused with the reason."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from fed_state import BLOCK, Feed, Text, kept_by_compress, seen_by_layers, small_llama
+from fed_state import BLOCK, Feed, Text, kept_by_compress, new_state, random_heads, seen_by_layers, small_llama
 
 import millpond as mp
 from millpond.plugins import make_policy
+from millpond.policy.scores.trained import Retained
 from millpond_vllm.methods import fitted, refusal
 from millpond_vllm.settings import BlockRules, EngineSettings, RequestSettings
 
@@ -21,7 +24,7 @@ REFUSED = {
     "infllm": "looks blocks up",
     "kvmerger": "merges entries",
     "kvzip": "a second time",
-    "locret": "before RoPE",
+    "locret": "the file of its networks",
     "merge_on_evict": "merges entries",
     "minference": "by patterns",
     "simlayerkv": "among layers by the prompt",
@@ -67,6 +70,32 @@ def test_a_method_that_cannot_act_is_refused_with_the_reason(name):
     assert REFUSED[name] in reason
     with pytest.raises(mp.OptionError, match="use snapkv"):
         fitted(name, policy)
+
+
+def locret_with(heads):
+    return replace(make_policy("locret", {}), score=Retained(heads))
+
+
+def test_locret_acts_with_the_networks_of_the_model(model, seen):
+    policy = fitted("locret", locret_with(random_heads(model)))
+    both = texts(seen, policy, "snapkv")
+    feed = Feed(model, policy, both)
+    for counts in ({"a": 100}, {"a": 130, "b": 170}, {"b": 1}):
+        feed.step(counts)
+    for text in both:
+        assert feed.evict(text.request) == kept_by_compress(model, policy, text), text.request
+
+
+def test_networks_of_another_model_fail_when_the_engine_starts(model):
+    new_state(model, fitted("locret", locret_with(random_heads(model))), 4).check()
+    for heads in (random_heads(model, n_layers=2), random_heads(model, kv_heads=3)):
+        with pytest.raises(mp.CacheMismatchError, match="take those of this model"):
+            new_state(model, fitted("locret", locret_with(heads)), 4).check()
+
+
+@pytest.mark.parametrize("name", ACTING)
+def test_every_method_plans_for_every_layer(name, model):
+    new_state(model, fitted(name, make_policy(name, {})), 4).check()
 
 
 @pytest.mark.parametrize("name", ACTING)

@@ -84,7 +84,7 @@ class Texts:
 @pytest.mark.parametrize("decay", [1.0, 0.9])
 def test_sums_of_chunks_and_of_steps_are_those_of_whole_texts(decay):
     texts = Texts(decay=decay)
-    texts.sums._at(texts.layer).fill_(7)  # what blocks held before does not count
+    texts.sums.at(texts.layer).fill_(7)  # what blocks held before does not count
     texts.step([(0, 0, 70), (1, 0, 33)], {0, 1})
     texts.step([(1, 33, 34), (0, 70, 140), (2, 0, 1)], {0, 1, 2})
     for at in range(8):

@@ -42,7 +42,7 @@ class EvictingBuilder:
         metadata = super().build(common_prefix_len, given, fast_build)  # type: ignore[misc]
         state = self._state()
         if state is not None:
-            setattr(metadata, STEP, state.plan_step(given))
+            setattr(metadata, STEP, state.plan_step(given, common_attn_metadata.seq_lens))
         return metadata
 
     def _state(self) -> WorkerState | None:
@@ -67,7 +67,7 @@ class ObservingImpl:
         state, index = found
         step = getattr(metadata, STEP, None)
         if step is not None:
-            state.observe(index, query, step)
+            state.observe(index, query, key, value, step)
         return out
 
 

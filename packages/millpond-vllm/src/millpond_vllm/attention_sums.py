@@ -10,6 +10,7 @@ from torch import Tensor
 
 from millpond import Policy
 from millpond.plugins import BlockSumsArgs, PrefillArgs, Reduce, WindowSignalArgs, block_sums, prefill, window_signal
+from millpond_vllm.block_numbers import BlockNumbers
 
 if TYPE_CHECKING:
     from millpond_vllm.cache_layout import CacheLayout
@@ -51,8 +52,8 @@ class StepSums:
     chunks: list[Chunk]
 
 
-class AttentionSums:
-    """Sums (blocks, Hkv, block size) float32 of each layer; they live and die with the entries of a block.
+class AttentionSums(BlockNumbers):
+    """Sums of the attention that each entry has gathered.
 
     Args:
         layers: Layers that evict.
@@ -62,29 +63,11 @@ class AttentionSums:
     """
 
     def __init__(self, layers: list[EvictingLayer], layout: CacheLayout, block: int, policy: Policy) -> None:
+        super().__init__(layers, block)
         self._layout = layout
-        self._block = block
         self._reduce = Reduce[policy.reduce.upper()]
         self._decay = policy.decay
-        self._sums: list[Tensor | None] = [None] * len(layers)
         self._expected: list[StepPart] = []
-
-    # ------------------------------------------------------------------ events
-
-    def of(self, layers: list[EvictingLayer], blocks: Tensor) -> Tensor:
-        """Return (G, n * block size) float32: the sums of n blocks in order."""
-        parts = [self._at(layer)[blocks].transpose(0, 1).flatten(1) for layer in layers]
-        return torch.cat(parts)
-
-    def move(self, layers: list[EvictingLayer], blocks: Tensor, target: Tensor, columns: Tensor) -> None:
-        """Move the sums of kept columns (G, n) of `blocks` to the packed blocks."""
-        kept = self.of(layers, blocks).gather(1, columns)
-        width = layers[0].n_kv_heads
-        for row, layer in enumerate(layers):
-            own = kept[row * width : (row + 1) * width].view(width, len(target), self._block)
-            self._at(layer)[target] = own.transpose(0, 1)
-
-    # ------------------------------------------------------------------ steps
 
     def expect(self, parts: list[StepPart]) -> None:
         """Take the requests of this step that an event is ahead of; nothing is summed for others."""
@@ -118,7 +101,7 @@ class AttentionSums:
 
     def gather(self, layer: EvictingLayer, queries: Tensor, step: StepSums) -> None:
         """Add the attention of a step's queries (T, Hq, D) to the entries that they see."""
-        sums = self._at(layer)
+        sums = self.at(layer)
         if step.lens is not None:
             q = queries[: len(step.lens)] if step.rows is None else queries[step.rows]
             keys, order = self._layout.keys(layer.cache)
@@ -151,12 +134,3 @@ class AttentionSums:
         received = prefill(args).colsum
         assert received is not None
         return received
-
-    def _at(self, layer: EvictingLayer) -> Tensor:
-        """Return the sums of a layer, made when the cache is there."""
-        sums = self._sums[layer.index]
-        if sums is None:
-            cache = layer.cache
-            sums = torch.zeros(cache.shape[0], layer.n_kv_heads, self._block, device=cache.device)
-            self._sums[layer.index] = sums
-        return sums

@@ -39,7 +39,8 @@ class Competition:
         n_compete: First columns that compete; the others are the newest entries.
         seen: Tokens of the request.
         layer: Number of the first layer in the model.
-        sums: (G, N) float32: attention that each entry has gathered; None if the policy needs none.
+        sums: (G, N) float32: attention that each entry has gathered, or the score that it was written with; None if the
+            policy needs none.
         queries: (Hq * layers, W, key_dim): the last queries, if the policy needs them.
         outputs: Returns (Hq * layers, value_dim, hidden): maps to the layers' outputs.
         moments: Moments of all queries, if the policy needs them; the layers are then one.
@@ -131,8 +132,8 @@ def _view(policy: Policy, given: Competition, shape: AttentionShape, aside: Tens
         return ordered(window_signal(args))
 
     signal = None
-    if policy.observes_all:
-        assert given.sums is not None, "sums are kept for a score that reads them"
+    if policy.gathers:
+        assert given.sums is not None, "what entries gather is kept for a score that reads it"
         signal = ordered(given.sums)
     elif policy.window:
         signal = latest()

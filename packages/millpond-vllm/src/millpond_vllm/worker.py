@@ -63,7 +63,7 @@ class EvictingWorker:
         modules = compat.attention_layers(self.vllm_config, list(group.layer_names))  # type: ignore[attr-defined]
         projections = _output_maps(self.model_runner.model, modules) if _reads_outputs(policy) else {}  # type: ignore[attr-defined]
         model = self.model_runner.model  # type: ignore[attr-defined]
-        rotated = policy.needs_unrotated_queries
+        rotated = policy.needs_rotation
         layers = [
             EvictingLayer(
                 index,
@@ -80,6 +80,8 @@ class EvictingWorker:
         state = WorkerState(
             policy, layers, self.layout(layers[0], group.kv_cache_spec.block_size), group.kv_cache_spec.block_size
         )
+        if not policy.keeps_all:
+            state.check()
         for layer in layers:
             setattr(layer.module, STATE, (state, layer.index))
         return state

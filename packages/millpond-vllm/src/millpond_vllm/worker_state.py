@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from millpond import Policy
-from millpond.plugins import AttentionShape
+from millpond.plugins import AttentionShape, QueryMoments
 from millpond_vllm.attention_sums import AttentionSums, StepSums
+from millpond_vllm.block_numbers import BlockNumbers
 from millpond_vllm.cache_layout import CacheLayout
+from millpond_vllm.entry_scores import EntryScores, StepTokens
 from millpond_vllm.messages import Eviction, StepOrders
 from millpond_vllm.planning import Competition, kept_columns, plans_layers_together
 from millpond_vllm.query_sums import QuerySums, StepQueries
@@ -66,11 +68,13 @@ class StepPlan:
         rows: Rows of the queries that a later event needs.
         sums: Entries whose attention is summed.
         moments: Queries whose moments are summed.
+        tokens: Tokens that are scored.
     """
 
     rows: Tensor | None
     sums: StepSums | None
     moments: StepQueries | None
+    tokens: StepTokens | None
 
 
 class WorkerState:
@@ -91,6 +95,8 @@ class WorkerState:
         self.queries = RecentQueries(policy.window, len(layers)) if policy.window else None
         self.sums = AttentionSums(layers, layout, block, policy) if policy.observes_all else None
         self.moments = QuerySums(layers, policy) if policy.sums_queries else None
+        self.scores = EntryScores(layers, block, policy) if policy.scores_entries else None
+        self._beside: BlockNumbers | None = self.scores if self.sums is None else self.sums
         self._positions: dict[str, Tensor] = {}  # of packed entries, (L, Hkv, n) int32
         self._together = plans_layers_together(policy)
 
@@ -108,22 +114,24 @@ class WorkerState:
         if self.moments is not None:
             self.moments.expect(orders.parts)
 
-    def plan_step(self, given: Any) -> StepPlan:
+    def plan_step(self, given: Any, lengths: Tensor) -> StepPlan:
         """Return what the queries of a step bring, the same in all layers.
 
         Args:
             given: vLLM's common metadata of the step, with rows and lengths without null blocks.
+            lengths: (S,) lengths with them.
         """
         slots = given.slot_mapping[: given.num_actual_tokens]
         return StepPlan(
             None if self.queries is None else self.queries.rows(slots),
             None if self.sums is None else self.sums.plan(given),
             None if self.moments is None else self.moments.plan(slots),
+            None if self.scores is None else self.scores.plan(given, lengths),
         )
 
     @torch.inference_mode()
-    def observe(self, index: int, queries: Tensor, step: StepPlan) -> None:
-        """Take a step's queries (T, Hq, D) of one layer; its keys are written."""
+    def observe(self, index: int, queries: Tensor, keys: Tensor, values: Tensor, step: StepPlan) -> None:
+        """Take a step's queries (T, Hq, D), keys and values (T, Hkv, ...) of one layer; they are written."""
         layer = self.layers[index]
         if self.queries is not None and step.rows is not None:
             self.queries.remember(index, queries, step.rows)
@@ -131,6 +139,43 @@ class WorkerState:
             self.sums.gather(layer, queries, step.sums)
         if self.moments is not None and step.moments is not None:
             self.moments.gather(layer, queries, step.moments)
+        if self.scores is not None and step.tokens is not None:
+            self.scores.write(layer, queries, keys, values, step.tokens)
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Plan once for each layer over random entries: what does not fit the model fails here, not in a request.
+
+        Raises:
+            MillpondError: the method cannot plan for a layer, such as with networks or filters of another model.
+        """
+        n = 4 * self.block
+        for layer in self.layers:
+            dim = layer.module.head_size
+            make = torch.Generator().manual_seed(layer.number)
+
+            def drawn(heads: int, tokens: int, dim: int = dim, make: torch.Generator = make) -> Tensor:
+                return torch.randn(heads, tokens, dim, generator=make).to(self.layers[0].cache.device)
+
+            keys, queries = drawn(layer.n_kv_heads, n), drawn(layer.n_heads, max(self.policy.window, 1))
+            if self.scores is not None:
+                first = torch.zeros(1, dtype=torch.long, device=keys.device)  # the null block
+                one = (part[:, :1].transpose(0, 1) for part in (queries, keys, keys))
+                self.scores.write(layer, *one, StepTokens(first, first))
+            given = Competition(
+                keys,
+                keys.flip(1),
+                torch.arange(n, dtype=torch.int32, device=keys.device).expand(len(keys), -1),
+                3 * self.block,
+                n,
+                layer.number,
+                keys.square().sum(2).float() if self._beside is not None else None,
+                queries[:, -n:],
+                layer.output_maps,
+                QueryMoments.of(queries),
+                None if layer.rotation is None else layer.rotation.rotate,
+            )
+            kept_columns(self.policy, given, self.block, layer.shape)
 
     def forget(self, requests: set[str]) -> None:
         """Drop the state of requests that ended or were preempted."""
@@ -207,7 +252,7 @@ class WorkerState:
             n_compete,
             eviction.computed,
             layers[0].number,
-            None if self.sums is None else self.sums.of(layers, blocks)[:, :n],
+            None if self._beside is None else self._beside.of(layers, blocks)[:, :n],
             None if self.queries is None else self.queries.last(eviction.request, eviction.computed, layers),
             lambda: torch.cat([layer.output_maps() for layer in layers]),
             None if self.moments is None else self.moments.moments(eviction.request, layers[0]),
@@ -219,8 +264,8 @@ class WorkerState:
             heads = slice(row * width, (row + 1) * width)
             index = columns[heads, :, None].expand(-1, -1, keys.shape[2])
             self.layout.write(layer.cache, target, keys[heads].gather(1, index), values[heads].gather(1, index))
-        if self.sums is not None:
-            self.sums.move(layers, blocks, target, columns)
+        if self._beside is not None:
+            self._beside.move(layers, blocks, target, columns)
         return own.gather(1, columns).view(len(layers), width, n_keep)
 
 
