@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -20,14 +20,9 @@ from millpond_vllm.settings import BlockRules, RequestSettings
 
 logger = init_logger("vllm.millpond")
 
-if TYPE_CHECKING:
-    _Base = Scheduler
-else:
-    _Base = object
 
-
-class EvictingScheduler(_Base):
-    """What a scheduler of vLLM does otherwise where requests evict.
+class EvictingScheduler(Scheduler):
+    """vLLM's scheduler where requests evict.
 
     Attributes:
         manager: Blocks of the group of full-attention layers.
@@ -195,7 +190,7 @@ def _figures(times: EventTimes, counts: EvictionCounts) -> dict[str, int]:
     }
 
 
-class MillpondScheduler(EvictingScheduler, Scheduler):
+class MillpondScheduler(EvictingScheduler):
     """vLLM's scheduler, which evicts."""
 
 

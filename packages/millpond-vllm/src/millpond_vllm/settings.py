@@ -112,9 +112,10 @@ class RequestSettings:
         settings = cls(keep=_spans(given.get("keep", ())))
         if "budget" in given:
             settings = replace(settings, budget=parsed_budget(given["budget"]))
-        for name in ("recent", "sinks"):
-            if given.get(name) is not None:
-                settings = replace(settings, **{name: _whole(name, given[name])})
+        if given.get("recent") is not None:
+            settings = replace(settings, recent=_whole("recent", given["recent"]))
+        if given.get("sinks") is not None:
+            settings = replace(settings, sinks=_whole("sinks", given["sinks"]))
         return settings
 
 
