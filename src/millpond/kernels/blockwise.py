@@ -17,6 +17,7 @@ from millpond.kernels.reference import (
     absolute_sums,
     admit,
     attend,
+    block_sums,
     decode,
     decode_rows,
     decode_shared,

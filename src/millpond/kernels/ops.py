@@ -27,6 +27,7 @@ from millpond.kernels.args import (
     WindowSignalArgs,
 )
 from millpond.kernels.backends import NATIVE_DTYPES
+from millpond.kernels.block_args import BlockSumsArgs
 from millpond.kernels.eager.packed_pages import write_across_heads
 from millpond.kernels.packed.regions import PackedRegions
 
@@ -99,6 +100,14 @@ class OpSet(Protocol):
 
         It is sum_i reduce_h A[h, i, j] over the queries i, each seeing every entry that is not newer. A query that sees
         nothing adds nothing.
+        """
+        ...
+
+    def block_sums(self, args: BlockSumsArgs) -> None:
+        """Add the attention that one query of each sequence pays to the sums of the entries that it sees.
+
+        Entry j of a sequence gathers reduce_h A[h, j] of its KV head's query heads; what it had before is multiplied by
+        the decay first. The newest entry, the query's own, had nothing.
         """
         ...
 
@@ -238,6 +247,11 @@ def prefill(args: PrefillArgs) -> PrefillOutput:
 def window_signal(args: WindowSignalArgs) -> Tensor:
     """Run `OpSet.window_signal`."""
     return op_set(args.q.dtype, args.q.device).window_signal(args)
+
+
+def block_sums(args: BlockSumsArgs) -> None:
+    """Run `OpSet.block_sums`."""
+    op_set(args.q.dtype, args.q.device).block_sums(args)
 
 
 def write(regions: PageRegions, rows: EntryRows) -> None:

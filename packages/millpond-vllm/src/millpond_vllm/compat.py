@@ -13,6 +13,7 @@ from typing import Any
 
 from millpond import UnsupportedModelError
 from millpond_vllm.messages import StepOrders
+from millpond_vllm.rotation import HeadRotation
 
 #: Versions with which the tests ran.
 TESTED = ("0.32.0",)
@@ -166,6 +167,52 @@ def attention_layers(vllm_config: Any, names: list[str] | None = None) -> dict[s
 
     layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, Attention, names)
     return layers
+
+
+def layer_number(name: str) -> int:
+    """Return the number of an attention layer in the whole model."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    number: int = extract_layer_index(name)
+    return number
+
+
+#: Attributes by which vLLM's attention modules say that they do not rotate.
+_ROTATES = ("use_rope", "_use_rope", "use_rotary")
+#: Modules that hold a rotation and use it in some layers only, by the beginnings of their names.
+_ROTATE_SOMETIMES = ("Cohere", "Exaone4", "Afmoe")
+
+
+def rotation_of(model: Any, name: str, dim: int) -> HeadRotation | None:
+    """Return how an attention layer rotates its heads of `dim` numbers; None if it does not.
+
+    Raises:
+        UnsupportedModelError: that cannot be found out, or it is no rotation that the position alone decides.
+    """
+    parent = dict(model.named_modules()).get(name.rsplit(".", 1)[0])
+    kind = type(parent).__name__
+    if any(getattr(parent, flag, True) is False for flag in _ROTATES):
+        return None
+    if not hasattr(parent, "rotary_emb") or kind.startswith(_ROTATE_SOMETIMES):
+        raise UnsupportedModelError(
+            f"millpond: the method needs queries as they are before RoPE, and {kind} does not show where it rotates "
+            "them; use snapkv"
+        )
+    rotary = parent.rotary_emb
+    if rotary is None:
+        return None
+    table = getattr(rotary, "cos_sin_cache", None)
+    if table is None or getattr(rotary, "mrope_section", None) or not hasattr(rotary, "forward_native"):
+        raise UnsupportedModelError(
+            f"millpond: the method needs queries as they are before RoPE, and {type(rotary).__name__} is no rotation "
+            "by one position for each token; use snapkv"
+        )
+
+    def turn(x: Any, positions: Any) -> Any:
+        turned, _ = rotary.forward_native(positions, x.flatten(1), x.flatten(1).clone())
+        return turned.view(x.shape)
+
+    return HeadRotation.probe(table, dim, turn, type(rotary).__name__, halves=bool(rotary.is_neox_style))
 
 
 def preempted_or_finished(output: Any) -> set[str]:

@@ -15,7 +15,7 @@ from millpond_vllm import compat
 from millpond_vllm.block_manager import EvictingManager, EvictionCounts
 from millpond_vllm.engine_check import check_engine
 from millpond_vllm.event_times import NEVER, EventTimes
-from millpond_vllm.messages import Eviction, Observation, StepOrders
+from millpond_vllm.messages import Eviction, Observation, StepOrders, StepPart
 from millpond_vllm.settings import BlockRules, RequestSettings
 
 logger = init_logger("vllm.millpond")
@@ -122,6 +122,9 @@ class EvictingScheduler(Scheduler):
                 observation = self._observation(request_id, tokens)
                 if observation is not None:
                     orders.observations.append(observation)
+        if self.rules.policy.sums_prompt:
+            parts = (self._part(request_id, tokens) for request_id, tokens in output.num_scheduled_tokens.items())
+            orders.parts.extend(part for part in parts if part is not None)
         compat.attach_orders(output, orders)
         return output
 
@@ -162,6 +165,18 @@ class EvictingScheduler(Scheduler):
         block, blocks = self.rules.block, self.manager.req_to_blocks[request_id]
         slots = [blocks[at // block].block_id * block + at % block for at in range(first, end)]
         return Observation(request_id, first, slots)
+
+    def _part(self, request_id: str, tokens: int) -> StepPart | None:
+        """Return a request's tokens of this step; None if no event is ahead of it that it can reach."""
+        request, times = self.requests[request_id], self.manager.times.get(request_id)
+        if times is None:
+            return None
+        begin = request.num_computed_tokens - tokens  # which counts this step's already
+        if times.next(begin) >= min(NEVER, request.num_prompt_tokens + request.max_tokens):
+            return None
+        block = self.rules.block
+        slot = self.manager.req_to_blocks[request_id][begin // block].block_id * block + begin % block
+        return StepPart(request_id, begin, tokens, slot)
 
 
 def _figures(times: EventTimes, counts: EvictionCounts) -> dict[str, int]:

@@ -62,20 +62,26 @@ class EvictingWorker:
         policy = self._settings.policy()
         modules = compat.attention_layers(self.vllm_config, list(group.layer_names))  # type: ignore[attr-defined]
         projections = _output_maps(self.model_runner.model, modules) if _reads_outputs(policy) else {}  # type: ignore[attr-defined]
+        model = self.model_runner.model  # type: ignore[attr-defined]
+        rotated = policy.needs_rotation
         layers = [
             EvictingLayer(
                 index,
                 module,
                 module.num_heads,
                 module.num_kv_heads,
+                compat.layer_number(name),
                 AttentionShape(module.impl.scale, softcap=float(module.impl.logits_soft_cap or 0)),
                 projections.get(name),
+                compat.rotation_of(model, name, module.head_size) if rotated else None,
             )
             for index, (name, module) in enumerate(modules.items())
         ]
         state = WorkerState(
             policy, layers, self.layout(layers[0], group.kv_cache_spec.block_size), group.kv_cache_spec.block_size
         )
+        if not policy.keeps_all:
+            state.check()
         for layer in layers:
             setattr(layer.module, STATE, (state, layer.index))
         return state

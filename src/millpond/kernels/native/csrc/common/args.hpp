@@ -246,6 +246,25 @@ struct NormArgs {
   double eps;
 };
 
+// How keys lie inside a block: number c of token t at row_at[t] + column_at[c].
+enum KeyOrder : int64_t {
+  ANY_ORDER = 0,
+  TOKENS_TOGETHER = 1,  // runs of 16 tokens: row_at rises by 1
+  PAIRS_TOGETHER = 2,   // runs of 16 tokens of pairs of 16-bit numbers: row_at rises by 2, column_at by 1 inside a pair
+};
+
+// One query of each sequence adds its attention to the sums of the entries that it sees: see ops.block_sums.
+struct BlockSumsArgs {
+  const void *q, *keys;                // (S, Hq, dim), contiguous rows; keys of the first block
+  const int32_t *row_at, *column_at;   // (block,), (dim,)
+  const int32_t *table, *lens;         // (S, n): block ids; (S,): entries, 0 for a sequence that takes no part
+  const float* sink_logits;            // (Hq,) or null
+  float* sums;                         // (blocks, Hkv, block)
+  int64_t q_dtype, k_dtype, q_seq, q_head, k_block, k_head, table_row;  // strides
+  int64_t n_seq, n_heads, n_kv_heads, block, dim, order, reduce, n_threads;
+  double scale, softcap, decay;
+};
+
 // The largest number of each row and where it stands first; NaN counts as larger than all.
 struct LargestArgs {
   const void* x;   // (m, n), contiguous rows
