@@ -85,34 +85,63 @@ def evicting_manager(kv_cache_manager: Any) -> Any:
     """Return the manager of the group whose layers evict.
 
     Raises:
-        UnsupportedModelError: no layers of this model evict.
+        UnsupportedModelError: no layers of this model evict, or layers in more than one group.
     """
     from millpond_vllm.block_manager import EvictingManager
 
     managers = kv_cache_manager.coordinator.single_type_managers
     found = [one for one in managers if isinstance(one, EvictingManager)]
-    if len(found) != 1:
-        kinds = ", ".join(type(one.kv_cache_spec).__name__ for one in managers)
+    if len(found) == 1:
+        return found[0]
+    kinds = ", ".join(type(one.kv_cache_spec).__name__ for one in managers)
+    if found:
         raise UnsupportedModelError(
-            f"millpond evicts in one group of full-attention layers, and this model's groups are {kinds}; start vLLM "
-            "with its own classes, or give --worker-cls millpond_vllm.worker.MillpondCPUWorker as "
-            "`millpond-vllm serve` does"
+            f"millpond evicts in one group of full-attention layers, and vLLM divides them into {len(found)} groups here "
+            f"({kinds}), because the model has fewer layers of another kind; run it without millpond"
         )
-    return found[0]
+    raise UnsupportedModelError(
+        f"millpond evicts in layers of full attention, and this model's groups are {kinds}; run it with vLLM's own "
+        "classes, or give --worker-cls millpond_vllm.worker.MillpondCPUWorker as `millpond-vllm serve` does"
+    )
 
 
 def limit_hits(kv_cache_manager: Any, most: Callable[[Any], int]) -> None:
-    """Let this manager take no more tokens of a request from the prefix cache than `most` says, in whole blocks."""
-    lookup = kv_cache_manager.get_computed_blocks
+    """Let this manager take no more tokens of a request from the prefix cache than `most` says.
+
+    The lookup itself ends there: a hit that is cut afterwards would lack the window of sliding-window layers and the
+    state of recurrent ones, which are found for one length.
+    """
+    coordinator = kv_cache_manager.coordinator
+    lookup, find = kv_cache_manager.get_computed_blocks, coordinator.find_longest_cache_hit
+    limits: list[int] = []
 
     def limited(request: Any) -> Any:
-        blocks, tokens, *rest = lookup(request)
-        limit = most(request)
-        if tokens > limit:
-            blocks, tokens = kv_cache_manager.truncate_computed_blocks(blocks, limit), limit
-        return (blocks, tokens, *rest)
+        limits.append(most(request))
+        try:
+            return lookup(request)
+        finally:
+            limits.pop()
+
+    def find_limited(block_hashes: Any, max_cache_hit_length: int) -> Any:
+        return find(block_hashes, min([max_cache_hit_length, *limits]))
 
     kv_cache_manager.get_computed_blocks = limited
+    coordinator.find_longest_cache_hit = find_limited
+
+
+def publish_until_eviction(kv_cache_manager: Any, has_evicted: Callable[[str], bool]) -> None:
+    """Let this manager publish no block of a request that has evicted, in any group.
+
+    What any layer computes after an eviction depends on what was kept, so the ids of its tokens do not name it.
+    """
+    coordinator = kv_cache_manager.coordinator
+    publish = coordinator.cache_blocks
+
+    def limited(request: Any, num_computed_tokens: int) -> None:
+        if not has_evicted(request.request_id):
+            publish(request, num_computed_tokens)
+
+    coordinator.cache_blocks = limited
 
 
 def is_running(request: Any) -> bool:

@@ -45,6 +45,7 @@ class EvictingScheduler(_Base):
         self._asked: dict[str, RequestSettings] = {}
         self._queries = self.rules.policy.score.queries if self.rules.policy.score is not None else "none"
         compat.limit_hits(self.kv_cache_manager, self._most_hit)
+        compat.publish_until_eviction(self.kv_cache_manager, self.manager.events.__contains__)
 
     # ------------------------------------------------------------------ requests
 
@@ -87,7 +88,7 @@ class EvictingScheduler(_Base):
     # ------------------------------------------------------------------ chunks and hits
 
     def _most_hit(self, request: Any) -> int:
-        """Return the most tokens of a request that may come from the prefix cache, in whole blocks.
+        """Return the most tokens of a request that may come from the prefix cache.
 
         Nothing behind the first event comes from there: blocks of another request that never evicted. Queries that
         the event needs are computed.
@@ -98,8 +99,7 @@ class EvictingScheduler(_Base):
             return NEVER
         if self._queries not in ("none", "window"):
             return 0
-        most = first - max(1, self.rules.policy.window)
-        return max(0, most) // self.rules.block * self.rules.block
+        return max(0, first - max(1, self.rules.policy.window))
 
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """End a chunk at the next event; vLLM asks here for the last word on the length of every chunk."""
