@@ -89,3 +89,42 @@ class HeadMajorLayout:
             own = rows.reshape(n_heads, n, block * width // 2).transpose(0, 1)
             parts[:, :, index, at] = own
         cache[blocks] = parts.view(n, n_heads, block, width)
+
+
+@dataclass(frozen=True, slots=True)
+class StridedLayout:
+    """(blocks, H, block size, key_dim + value_dim) of GPU kernels: an entry's key, then its value.
+
+    Where heads or tokens come first in memory is in the strides alone. Kernels with smaller blocks divide one of the
+    manager into equal parts, which follow each other.
+
+    Attributes:
+        key_dim: Width of a key.
+        parts: Blocks of the kernel in one of the manager.
+    """
+
+    key_dim: int
+    parts: int = 1
+
+    def read(self, cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """See `CacheLayout.read`."""
+        part = _movable(cache).index_select(0, self._of_kernel(blocks))
+        rows = part.transpose(0, 1).flatten(1, 2).view(cache.dtype)
+        return rows[..., : self.key_dim], rows[..., self.key_dim :]
+
+    def write(self, cache: Tensor, blocks: Tensor, keys: Tensor, values: Tensor) -> None:
+        """See `CacheLayout.write`."""
+        rows = _movable(torch.cat([keys, values], 2))
+        index = self._of_kernel(blocks)
+        _movable(cache)[index] = rows.view(len(rows), len(index), cache.shape[2], -1).transpose(0, 1)
+
+    def _of_kernel(self, blocks: Tensor) -> Tensor:
+        """Return the kernel's blocks of the manager's."""
+        if self.parts == 1:
+            return blocks
+        return (blocks[:, None] * self.parts + torch.arange(self.parts, device=blocks.device)).flatten()
+
+
+def _movable(part: Tensor) -> Tensor:
+    """Return a part of a cache in a dtype that can be indexed; numbers of 8 bits move as bytes."""
+    return part.view(torch.uint8) if part.dtype.itemsize == 1 else part

@@ -6,7 +6,7 @@ so that an engine beside it, without millpond, is vLLM's alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -63,18 +63,19 @@ def install() -> None:
 
 
 @contextmanager
-def backend_in_use(backend: str, path: str) -> Iterator[None]:
-    """Let layers that are built inside take the attention backend at `path` in place of the named one of vLLM."""
+def backends_in_use(paths: Mapping[str, str]) -> Iterator[None]:
+    """Let layers that are built inside take the attention backends at these paths in place of vLLM's of that name."""
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    member = AttentionBackendEnum[backend]
     selector._cached_get_attn_backend.cache_clear()
-    register_backend(member, path)
+    for name, path in paths.items():
+        register_backend(AttentionBackendEnum[name], path)
     try:
         yield
     finally:
-        member.clear_override()
+        for name in paths:
+            AttentionBackendEnum[name].clear_override()
         selector._cached_get_attn_backend.cache_clear()
 
 
@@ -96,12 +97,12 @@ def evicting_manager(kv_cache_manager: Any) -> Any:
     kinds = ", ".join(type(one.kv_cache_spec).__name__ for one in managers)
     if found:
         raise UnsupportedModelError(
-            f"millpond evicts in one group of full-attention layers, and vLLM divides them into {len(found)} groups here "
-            f"({kinds}), because the model has fewer layers of another kind; run it without millpond"
+            f"millpond evicts in one group of full-attention layers, and vLLM divides them into {len(found)} groups "
+            f"({kinds}), because this model has fewer layers of another kind; run it without millpond"
         )
     raise UnsupportedModelError(
         f"millpond evicts in layers of full attention, and this model's groups are {kinds}; run it with vLLM's own "
-        "classes, or give --worker-cls millpond_vllm.worker.MillpondCPUWorker as `millpond-vllm serve` does"
+        "classes, or give --worker-cls as `millpond-vllm serve` does"
     )
 
 
@@ -176,16 +177,33 @@ def orders_of(output: Any) -> StepOrders:
 
 
 def set_row(runner: Any, request: str, row: list[int], group: int) -> None:
-    """Replace the blocks of a request in the model runner."""
+    """Replace the blocks of a request in the model runner.
+
+    The first model runner copies its rows to the device while the next step is prepared, so they change only where it
+    waits for that copy; the second one stages what is written.
+    """
     if hasattr(runner, "req_states"):  # the second model runner
         index = runner.req_states.req_id_to_index[request]
-        rows = tuple(row if one == group else [] for one in range(len(runner.block_tables.block_sizes)))
-        runner.block_tables.append_block_ids(index, rows, overwrite=True)
+        tables = runner.block_tables
+        tables.block_tables[group].stage_write(index, 0, row)
+        tables.num_blocks.np[group, index] = len(row)
         return
-    runner.requests[request].block_ids[group][:] = row
-    index = runner.input_batch.req_id_to_index.get(request)
-    if index is not None:
-        runner.input_batch.block_table[group].add_row(row, index)
+    with runner.synchronize_input_prep():
+        runner.requests[request].block_ids[group][:] = row
+        index = runner.input_batch.req_id_to_index.get(request)
+        if index is not None:
+            runner.input_batch.block_table[group].add_row(row, index)
+
+
+def row_requests(runner: Any, step: Any) -> Sequence[str | None] | None:
+    """Return the requests of a step's rows in their order; None if the runner does not say."""
+    if hasattr(runner, "req_states"):
+        if step.req_idx is None:
+            return None
+        named = runner.req_states.index_to_req_id
+        return [named.get(int(index)) for index in step.req_idx]
+    requests: list[str | None] = runner.input_batch.req_ids
+    return requests
 
 
 def attention_layers(vllm_config: Any, names: list[str] | None = None) -> dict[str, Any]:

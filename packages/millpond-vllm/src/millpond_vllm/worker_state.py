@@ -13,6 +13,7 @@ from millpond.plugins import AttentionShape
 from millpond_vllm.attention_sums import AttentionSums
 from millpond_vllm.cache_layout import CacheLayout
 from millpond_vllm.messages import Eviction, StepOrders
+from millpond_vllm.null_blocks import NullBlocks, RowRequests
 from millpond_vllm.planning import Competition, kept_columns, plans_layers_together
 from millpond_vllm.recent_queries import RecentQueries
 
@@ -60,15 +61,24 @@ class WorkerState:
         layers: Layers that evict.
         layout: Layout of their caches.
         block: Tokens of a block.
+        row_requests: Returns the requests of a step's rows.
     """
 
-    def __init__(self, policy: Policy, layers: list[EvictingLayer], layout: CacheLayout, block: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        layers: list[EvictingLayer],
+        layout: CacheLayout,
+        block: int,
+        row_requests: RowRequests = lambda step: None,
+    ) -> None:
         self.policy = policy
         self.layers = layers
         self.layout = layout
         self.block = block
         self.queries = RecentQueries(policy.window, len(layers)) if policy.window else None
         self.sums = AttentionSums(layers, layout, block, policy) if policy.observes_all else None
+        self.nulls = NullBlocks(block, row_requests)
         self._positions: dict[str, Tensor] = {}  # of packed entries, (L, Hkv, n) int32
         self._together = plans_layers_together(policy)
 
@@ -79,11 +89,13 @@ class WorkerState:
         """Take the orders of a step, and carry out its events before any block is written."""
         for eviction in orders.evictions:
             self._evict(eviction)
+        self.nulls.take(orders.evictions)
         if self.queries is not None:
             self.queries.expect(orders.observations)
 
     def forget(self, requests: set[str]) -> None:
         """Drop the state of requests that ended or were preempted."""
+        self.nulls.forget(requests)
         for request in requests:
             self._positions.pop(request, None)
             if self.queries is not None:
