@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -130,19 +131,44 @@ def limit_hits(kv_cache_manager: Any, most: Callable[[Any], int]) -> None:
     coordinator.find_longest_cache_hit = find_limited
 
 
-def publish_until_eviction(kv_cache_manager: Any, has_evicted: Callable[[str], bool]) -> None:
+def publish_until_eviction(
+    kv_cache_manager: Any, has_evicted: Callable[[str], bool], most: Callable[[Any], int]
+) -> None:
     """Let this manager publish no block of a request that has evicted, in any group.
 
-    What any layer computes after an eviction depends on what was kept, so the ids of its tokens do not name it.
+    What any layer computes after an eviction depends on what was kept, so the ids of its tokens do not name it. Groups
+    that publish only where a text like this one can be resumed (sliding windows, recurrent states) also do so at
+    `most` tokens, where `limit_hits` lets one be resumed.
     """
     coordinator = kv_cache_manager.coordinator
-    publish = coordinator.cache_blocks
+    publish_all = coordinator.cache_blocks
 
     def limited(request: Any, num_computed_tokens: int) -> None:
         if not has_evicted(request.request_id):
-            publish(request, num_computed_tokens)
+            publish_all(request, num_computed_tokens)
 
     coordinator.cache_blocks = limited
+    for manager in coordinator.single_type_managers:
+        manager.cache_blocks = partial(_publish_where_resumed, manager.cache_blocks, most)
+
+
+def _publish_where_resumed(
+    publish: Callable[..., None],
+    most: Callable[[Any], int],
+    request: Any,
+    *args: Any,
+    replay_boundaries: Sequence[int],
+    **kwargs: Any,
+) -> None:
+    """Publish blocks of a request in one group, the ones in front of its longest hit among them."""
+    end = min(most(request), request.num_prompt_tokens)
+    publish(request, *args, replay_boundaries=(*replay_boundaries, end), **kwargs)
+
+
+def ends_at_states(scheduler: Any) -> bool:
+    """Whether chunks end where recurrent layers publish their state."""
+    aligned: bool = scheduler.need_mamba_block_aligned_split
+    return aligned and bool(scheduler.kv_cache_manager.enable_caching)
 
 
 def is_running(request: Any) -> bool:

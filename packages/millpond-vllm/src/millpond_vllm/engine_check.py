@@ -132,7 +132,7 @@ def _layer_refusals(name: str, layer: Any, shared: set[Any], policy: Policy) -> 
         ),
         (
             bool(getattr(layer, "use_mm_prefix", False)),
-            "lets tokens of an image see each other, by positions in a row whose blocks have moved; serve its text alone "
+            "lets tokens of an image see each other by positions in a row whose blocks have moved; serve text alone "
             "(--language-model-only), or run it without millpond",
         ),
         (

@@ -45,7 +45,8 @@ class EvictingScheduler(_Base):
         self._asked: dict[str, RequestSettings] = {}
         self._queries = self.rules.policy.score.queries if self.rules.policy.score is not None else "none"
         compat.limit_hits(self.kv_cache_manager, self._most_hit)
-        compat.publish_until_eviction(self.kv_cache_manager, self.manager.events.__contains__)
+        compat.publish_until_eviction(self.kv_cache_manager, self.manager.events.__contains__, self._most_hit)
+        self._ends_at_states = compat.ends_at_states(self)
 
     # ------------------------------------------------------------------ requests
 
@@ -102,8 +103,15 @@ class EvictingScheduler(_Base):
         return max(0, first - max(1, self.rules.policy.window))
 
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """End a chunk at the next event; vLLM asks here for the last word on the length of every chunk."""
+        """End a chunk at the next event; vLLM asks here for the last word on the length of every chunk.
+
+        Recurrent layers publish their state at the end of a chunk alone: one ends where a hit on this text ends.
+        """
         tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        if self._ends_at_states:
+            state = self._most_hit(request) // self.block_size * self.block_size
+            if num_computed_tokens < state < num_computed_tokens + tokens:
+                tokens = state - num_computed_tokens
         times = self.manager.times.get(request.request_id)
         if times is None:
             return tokens

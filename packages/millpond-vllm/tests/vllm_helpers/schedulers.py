@@ -78,8 +78,17 @@ class Steps:
         config = EngineArgs(model=model, **given).create_engine_config()
         config.cache_config.num_gpu_blocks = blocks
         config.scheduler_config.async_scheduling = ahead
+        for spec in groups:  # vLLM takes it from the model, and this one has no recurrent layers
+            config.cache_config.mamba_cache_mode = getattr(spec, "mamba_cache_mode", "none")
         named = [KVCacheGroupSpec([f"layer{index}"], spec) for index, spec in enumerate(groups)]
-        cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=named)
+        cache = KVCacheConfig(
+            num_blocks=blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=named,
+            prefix_cache_retention_interval=config.cache_config.prefix_cache_retention_interval
+            if len({type(spec) for spec in groups}) > 1
+            else None,
+        )
         block, hashed = resolve_kv_cache_block_sizes(cache, config)
         kind = scheduler.MillpondAsyncScheduler if ahead else scheduler.MillpondScheduler
         self.scheduler = kind(config, cache, StructuredOutputManager(config), block, hashed)
