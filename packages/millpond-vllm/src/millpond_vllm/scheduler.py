@@ -140,26 +140,27 @@ class EvictingScheduler(_Base):
 
     def _evict_due(self) -> list[Eviction]:
         """Evict from running requests that have reached an event; preempt others where no block is free for it."""
-        evictions = []
+        evictions: dict[str, Eviction] = {}
         for request in list(self.running):
             request_id, computed = request.request_id, request.num_computed_tokens
             if not compat.is_running(request) or not self.manager.due(request_id, computed):
                 continue
-            while self.manager.free_short(request_id, computed) and self._preempt_one(request):
-                pass
+            while compat.is_running(request) and self.manager.free_short(request_id, computed):
+                evictions.pop(self._preempt_one(), None)  # it may run again in this very step, from the start
             if not compat.is_running(request):
                 continue
             eviction = self.manager.evict(request_id, computed)
             asked = self._asked[request_id]
-            evictions.append(replace(eviction, sinks=asked.sinks, keep=asked.keep))
-        return evictions
+            evictions[request_id] = replace(eviction, sinks=asked.sinks, keep=asked.keep)
+        return list(evictions.values())
 
-    def _preempt_one(self, waits: Any) -> bool:
-        """Preempt the request that vLLM would preempt first; return whether `waits` still runs."""
+    def _preempt_one(self) -> str:
+        """Preempt the request that vLLM would preempt first, and return its id."""
         last = compat.preempted_first(self)
         self.running.remove(last)
         self._preempt_request(last, time.monotonic())
-        return last is not waits
+        request_id: str = last.request_id
+        return request_id
 
     def _observation(self, request_id: str, tokens: int) -> Observation | None:
         """Return the queries of this step that the next event of a request needs."""

@@ -104,15 +104,15 @@ class Steps:
     def pool(self) -> Any:
         return self.scheduler.kv_cache_manager.block_pool
 
-    def add(self, name: str, ids: list[int], new: int = 8, **asked: Any) -> Any:
-        """Add a request, and return it."""
+    def add(self, name: str, ids: list[int], new: int = 8, priority: int = 0, **asked: Any) -> Any:
+        """Add a request with its own settings, and return it."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
         params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
         if asked:
             params.extra_args = {"millpond": asked}
-        request = Request(name, ids, params, None, block_hasher=self._hasher)
+        request = Request(name, ids, params, None, priority=priority, block_hasher=self._hasher)
         self.scheduler.add_request(request)
         self.tokens[name] = []
         return request
@@ -133,6 +133,12 @@ class Steps:
                 return count
             self.step()
         raise AssertionError(f"requests are left after {most} steps")
+
+    def evictions(self, name: str) -> list[Any]:
+        """Return the orders to evict from one request so far."""
+        from millpond_vllm import compat
+
+        return [one for output in self.outputs for one in compat.orders_of(output).evictions if one.request == name]
 
     def _finish(self, output: Any) -> None:
         """Give the scheduler the tokens of a step: one for each request whose prompt is read."""
