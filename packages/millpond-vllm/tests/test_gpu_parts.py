@@ -286,7 +286,7 @@ def test_queries_of_eight_bits_are_read_with_their_factor():
     from millpond_vllm.attention_backend import plain_queries
 
     query = torch.tensor([[[1.0, -2.0]]]).to(torch.float8_e4m3fn)
-    layer = SimpleNamespace(_q_scale=torch.tensor(0.5))
+    layer = SimpleNamespace(_q_scale=torch.tensor(0.5), dtype=torch.bfloat16)
     assert plain_queries(layer, query).tolist() == [[[0.5, -1.0]]]
     plain = torch.ones(1, 1, 2)
     assert plain_queries(layer, plain) is plain
@@ -299,3 +299,16 @@ def test_the_gpu_worker_reads_its_caches_by_strides():
     layer = SimpleNamespace(module=SimpleNamespace(head_size=32), cache=torch.zeros(4, 2, 16, 64))
     layout = worker.layout(layer, 64)
     assert (layout.key_dim, layout.parts) == (32, 4)
+
+
+def test_sinks_of_a_layer_are_read_from_its_attention():
+    from millpond_vllm.worker import _shape_of
+
+    impl = SimpleNamespace(scale=0.5, logits_soft_cap=None, sinks=torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
+    found = _shape_of(SimpleNamespace(impl=impl))
+    assert found.sink_logits.tolist() == [1.0, 2.0]
+    assert found.sink_logits.dtype == torch.float32
+    impl.sinks, impl.logits_soft_cap = None, 30.0
+    found = _shape_of(SimpleNamespace(impl=impl))
+    assert found.sink_logits is None
+    assert found.softcap == 30

@@ -121,7 +121,9 @@ class ObservingImpl:
 
 def plain_queries(layer: Any, query: Tensor) -> Tensor:
     """Return queries (T, Hq, D) in a dtype that scores read: some backends take them in 8 bits, with a factor."""
-    return query if query.dtype.itemsize > 1 else query.float() * layer._q_scale.to(torch.float32)
+    if query.dtype.itemsize > 1:
+        return query
+    return (query.float() * layer._q_scale.to(torch.float32)).to(layer.dtype)
 
 
 class EvictingBackend:

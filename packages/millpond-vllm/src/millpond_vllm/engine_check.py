@@ -150,6 +150,11 @@ def _layer_refusals(name: str, layer: Any, shared: set[Any], policy: Policy) -> 
             "--attention-backend FLASH_ATTN, or method snapkv",
         ),
         (
+            policy.observes_all and dtype.startswith("fp8"),
+            "stores entries in 8 bits, which the sums of this method do not read; give --kv-cache-dtype auto, or method "
+            "snapkv",
+        ),
+        (
             dtype not in _CACHE_DTYPES,
             f"stores entries as {dtype}, whose scales lie beside them; give --kv-cache-dtype auto or fp8",
         ),
