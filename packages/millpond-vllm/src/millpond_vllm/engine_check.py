@@ -151,8 +151,8 @@ def _layer_refusals(name: str, layer: Any, shared: set[Any], policy: Policy) -> 
         ),
         (
             policy.observes_all and dtype.startswith("fp8"),
-            "stores entries in 8 bits, which the sums of this method do not read; give --kv-cache-dtype auto, or method "
-            "snapkv",
+            "stores entries in 8 bits, which the sums of this method do not read; give --kv-cache-dtype auto, or "
+            "method snapkv",
         ),
         (
             dtype not in _CACHE_DTYPES,
