@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from millpond_vllm.settings import CHUNK, KEY, EngineSettings
+from millpond_vllm.platform_classes import engine_arguments
+from millpond_vllm.settings import CHUNK
 
 __all__ = ["engine_args"]
 
@@ -46,12 +47,4 @@ def engine_args(
         given["force"] = True
     if options:
         given["options"] = options
-    EngineSettings.parse(given)
-    from millpond_vllm.platform_classes import scheduler_class, worker_class
-
-    return {
-        "scheduler_cls": scheduler_class(),
-        "worker_cls": worker_class(),
-        "logits_processors": ["millpond_vllm.request_check:RequestCheck"],
-        "additional_config": {KEY: given},
-    }
+    return engine_arguments(given)

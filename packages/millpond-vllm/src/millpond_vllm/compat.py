@@ -6,6 +6,7 @@ so that an engine beside it, without millpond, is vLLM's alone.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -62,6 +63,27 @@ def install() -> None:
     KVCacheSpecRegistry.register(EvictingSpec, EvictingManager, uniform_type_base_spec=FullAttentionSpec)
 
 
+def run_serve(arguments: list[str]) -> None:
+    """Run the command `vllm serve` in this process, from its parts.
+
+    The entry `vllm` asks for the version of a distribution of that name, which a build for CPUs is not.
+    """
+    from vllm.entrypoints.cli.serve import cmd_init
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.logger import configure_logging_from_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    sys.argv = ["vllm", "serve", *arguments]
+    parser = FlexibleArgumentParser(prog="vllm")
+    command = cmd_init()[0]
+    command.subparser_init(parser.add_subparsers(dest="subparser"))
+    given = parser.parse_args()
+    configure_logging_from_args(given)
+    command.validate(given)
+    command.cmd(given)
+
+
 @contextmanager
 def backend_in_use(backend: str, path: str) -> Iterator[None]:
     """Let layers that are built inside take the attention backend at `path` in place of the named one of vLLM."""
@@ -113,6 +135,14 @@ def limit_hits(kv_cache_manager: Any, most: Callable[[Any], int]) -> None:
         return (blocks, tokens, *rest)
 
     kv_cache_manager.get_computed_blocks = limited
+
+
+def metric_labels(vllm_config: Any) -> dict[str, str]:
+    """Return the labels that vLLM's own metrics of an engine have."""
+    return {
+        "model_name": str(vllm_config.model_config.served_model_name),
+        "engine": str(vllm_config.parallel_config.data_parallel_rank),
+    }
 
 
 def is_running(request: Any) -> bool:

@@ -85,7 +85,7 @@ def kept_columns(
     aside = _inside(given.positions, spans)
     aside[:, given.n_compete :] = False
     n_aside = int(aside[0].sum())
-    order = torch.where(aside, _LATER, given.positions).argsort(1, stable=True) if n_aside else None
+    order = torch.where(aside, _LATER, given.positions).argsort(dim=1, stable=True) if n_aside else None
     view = _view(policy, given, shape, aside, order)
     budget = n_keep + newest - n_aside
     try:

@@ -167,9 +167,17 @@ def parsed_budget(given: Any) -> Budget | None:
     """
     if given is None or (isinstance(given, str) and given.strip().lower() == "none"):
         return None
-    budget = Budget.parse(given)
+    try:
+        budget = Budget.parse(given)
+    except BudgetError:
+        raise BudgetError(
+            f"millpond: budget {brief(given)} must be a share of each prompt such as '20%', whole tokens such as 512, "
+            "or none"
+        ) from None
     if budget.kind == "bytes":
-        raise BudgetError(f"budget {brief(given)}: vLLM sizes the pool; give a share of each prompt or tokens")
+        raise BudgetError(
+            f"millpond: budget {brief(given)}: vLLM sizes the pool; give a share of each prompt or tokens"
+        )
     return budget
 
 

@@ -1,0 +1,76 @@
+"""`millpond-vllm serve`: vLLM's own server, whose requests evict."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+from millpond_vllm import compat
+from millpond_vllm.cli.engine_options import (
+    Budget,
+    Chunk,
+    Force,
+    Method,
+    MethodOptions,
+    Prefill,
+    Recent,
+    engine_settings,
+)
+from millpond_vllm.cli.vllm_arguments import split_arguments, vllm_arguments
+from millpond_vllm.platform_classes import engine_arguments
+from millpond_vllm.settings import CHUNK
+
+_FILES = "PROMETHEUS_MULTIPROC_DIR"
+
+
+class ServeCommand(TyperCommand):
+    """A command that keeps its own options and leaves all others, in their order, in the context."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse our own options."""
+        flags = {flag: not getattr(one, "is_flag", False) for one in self.get_params(ctx) for flag in one.opts}
+        own, rest = split_arguments(args, flags)
+        super().parse_args(ctx, own)
+        ctx.args = rest
+        return rest
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return what the line of usage shows."""
+        return ["MODEL", *super().collect_usage_pieces(ctx), "[OPTIONS OF VLLM SERVE]"]
+
+
+def serve(
+    context: typer.Context,
+    method: Method = "snapkv",
+    budget: Budget = "20%",
+    recent: Recent = None,
+    prefill: Prefill = "auto",
+    chunk: Chunk = CHUNK,
+    force: Force = False,
+    option: MethodOptions = None,
+) -> None:
+    """Serve a model with vLLM, and evict from its KV cache.
+
+    All other arguments go to `vllm serve` as they are: `vllm serve --help=all` lists them.
+    """
+    with _metrics_of_processes():
+        compat.check_version(force=force)
+        engine = engine_arguments(engine_settings(method, budget, recent, prefill, chunk, force, option))
+        compat.run_serve(vllm_arguments(context.args, engine))
+
+
+@contextmanager
+def _metrics_of_processes() -> Iterator[None]:
+    """Let `GET /metrics` show the counts of the engine's process: files in a folder carry them."""
+    if os.environ.get(_FILES):
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="millpond-vllm-metrics-") as folder:
+        os.environ[_FILES] = folder
+        yield
