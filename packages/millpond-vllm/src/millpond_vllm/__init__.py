@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from millpond_vllm.platform_classes import engine_arguments
-from millpond_vllm.settings import CHUNK
+from millpond_vllm.event_times import CHUNK
 
 __all__ = ["engine_args"]
 
@@ -47,4 +46,6 @@ def engine_args(
         given["force"] = True
     if options:
         given["options"] = options
+    from millpond_vllm.platform_classes import engine_arguments  # vLLM loads this package where it is not asked for
+
     return engine_arguments(given)

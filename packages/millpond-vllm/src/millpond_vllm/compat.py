@@ -84,6 +84,20 @@ def run_serve(arguments: list[str]) -> None:
     command.cmd(given)
 
 
+def engine_in_progress() -> tuple[dict[str, Any] | None, Any, Any] | None:
+    """Return the configuration, scheduler and worker of the engine whose arguments load plugins; None outside of it.
+
+    vLLM's plugins are called without arguments, from the method that makes those of an engine.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        made = frame.f_locals.get("self")
+        if frame.f_code.co_name == "__post_init__" and hasattr(made, "additional_config"):
+            return made.additional_config, getattr(made, "scheduler_cls", None), getattr(made, "worker_cls", None)
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
 @contextmanager
 def backend_in_use(backend: str, path: str) -> Iterator[None]:
     """Let layers that are built inside take the attention backend at `path` in place of the named one of vLLM."""

@@ -12,6 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from millpond import MillpondError
 from millpond_vllm import compat
+from millpond_vllm.block_checks import check_blocks, wanted
 from millpond_vllm.block_manager import EvictingManager
 from millpond_vllm.engine_check import check_engine
 from millpond_vllm.event_times import NEVER, EventTimes
@@ -46,6 +47,7 @@ class EvictingScheduler(_Base):
         self.rules.check()
         self._asked: dict[str, RequestSettings] = {}
         self._ignored: dict[str, str] = {}
+        self._checks_blocks = wanted()
         self.totals = EngineTotals(self.manager.total)
         self._reporter = FigureReporter(self.totals, compat.metric_labels(vllm_config), logger.info)
         self._queries = self.rules.policy.score.queries if self.rules.policy.score is not None else "none"
@@ -140,6 +142,8 @@ class EvictingScheduler(_Base):
         compat.attach_orders(output, orders)
         if evictions:
             self._reporter.step()
+        if self._checks_blocks:
+            check_blocks(self.manager, len(self.requests))
         return output
 
     def shutdown(self) -> None:

@@ -23,8 +23,8 @@ from millpond_vllm.cli.engine_options import (
     engine_settings,
 )
 from millpond_vllm.cli.vllm_arguments import split_arguments, vllm_arguments
+from millpond_vllm.event_times import CHUNK
 from millpond_vllm.platform_classes import engine_arguments
-from millpond_vllm.settings import CHUNK
 
 _FILES = "PROMETHEUS_MULTIPROC_DIR"
 

@@ -68,6 +68,18 @@ def vllm_arguments(given: Sequence[str], engine: Mapping[str, Any]) -> list[str]
     return kept + added + _config_arguments(flags, engine["additional_config"])
 
 
+def unused_settings(arguments: Sequence[str]) -> bool:
+    """Whether a command line gives settings of millpond, and not its scheduler and worker."""
+    try:
+        flags = _Flags.read(arguments)
+        whole = any(KEY in _mapping(text) for text in flags.values(_CONFIG))
+    except OptionError:  # another program's, or an error that vLLM reports
+        return False
+    if not whole and not any(name.startswith(f"{_CONFIG}.{KEY}") for name in flags.names()):
+        return False
+    return not all("millpond_vllm" in "".join(flags.values(name)) for name in ("--scheduler-cls", "--worker-cls"))
+
+
 def _config_arguments(flags: _Flags, ours: Mapping[str, Any]) -> list[str]:
     """Return the additional configuration: dotted where the user's is, which vLLM then merges."""
     theirs: dict[str, Any] = {}
