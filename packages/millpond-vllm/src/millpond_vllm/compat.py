@@ -64,24 +64,47 @@ def install() -> None:
 
 
 def run_serve(arguments: list[str]) -> None:
-    """Run the command `vllm serve` in this process, from its parts.
-
-    The entry `vllm` asks for the version of a distribution of that name, which a build for CPUs is not.
-    """
-    from vllm.entrypoints.cli.serve import cmd_init
+    """Run the command `vllm serve` in this process."""
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     cli_env_setup()
+    command, given = _parsed_serve(arguments)
+    configure_logging_from_args(given)
+    command.validate(given)
+    command.cmd(given)
+
+
+def serve_config(arguments: list[str]) -> Any:
+    """Return the configuration of the engine that `vllm serve` would start; no weights are read.
+
+    Raises:
+        UnsupportedModelError: vLLM refuses it.
+    """
+    from vllm import AsyncEngineArgs
+
+    given = _parsed_serve(arguments)[1]
+    given.model = given.model_tag or given.model
+    try:
+        return AsyncEngineArgs.from_cli_args(given).create_engine_config()
+    except (OSError, ValueError, NotImplementedError) as error:  # no such model, or one that does not fit its flags
+        raise UnsupportedModelError(f"vLLM refuses this: {error}") from error
+
+
+def _parsed_serve(arguments: list[str]) -> tuple[Any, Any]:
+    """Return the command `vllm serve`, and its arguments as it parses them.
+
+    The entry `vllm` asks for the version of a distribution of that name, which a build for CPUs is not: the command is
+    made from its parts.
+    """
+    from vllm.entrypoints.cli.serve import cmd_init
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
     sys.argv = ["vllm", "serve", *arguments]
     parser = FlexibleArgumentParser(prog="vllm")
     command = cmd_init()[0]
     command.subparser_init(parser.add_subparsers(dest="subparser"))
-    given = parser.parse_args()
-    configure_logging_from_args(given)
-    command.validate(given)
-    command.cmd(given)
+    return command, parser.parse_args()
 
 
 def engine_in_progress() -> tuple[dict[str, Any] | None, Any, Any] | None:
@@ -185,6 +208,29 @@ def orders_of(output: Any) -> StepOrders:
     """Return the orders of a step; none where a scheduler sent none."""
     orders = getattr(output, _ORDERS, None)
     return orders if isinstance(orders, StepOrders) else StepOrders()
+
+
+# ---------------------------------------------------------------------- configuration
+
+
+def backend_name(vllm_config: Any) -> str:
+    """Return the attention backend that the platform takes for layers of full attention."""
+    from vllm.platforms import current_platform
+
+    chosen = vllm_config.attention_config.backend
+    if chosen is not None:
+        return str(chosen.name)
+    return "CPU_ATTN" if current_platform.is_cpu() else "chosen by vLLM when the model is loaded"
+
+
+def bytes_of_entry(vllm_config: Any) -> int:
+    """Return the bytes of a token's key and value in one layer, of all KV heads."""
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+
+    model = vllm_config.model_config
+    dtype = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model)
+    heads: int = model.get_total_num_kv_heads()
+    return 2 * heads * int(model.get_head_size()) * int(dtype.itemsize)
 
 
 # ---------------------------------------------------------------------- worker

@@ -10,7 +10,9 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from millpond import MillpondError
-from millpond_vllm.cli.serve import ServeCommand, serve
+from millpond_vllm.cli.check import check
+from millpond_vllm.cli.serve import serve
+from millpond_vllm.cli.vllm_command import VllmCommand
 
 EXIT_USER_ERROR = 2
 
@@ -55,7 +57,8 @@ def _root(
     """KV cache eviction inside an unmodified vLLM, by the methods of Millpond."""
 
 
-app.command("serve", cls=ServeCommand)(serve)
+app.command("serve", cls=VllmCommand)(serve)
+app.command("check", cls=VllmCommand)(check)
 
 
 def main() -> None:

@@ -6,10 +6,8 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import typer
-from typer.core import TyperCommand
 
 from millpond_vllm import compat
 from millpond_vllm.cli.engine_options import (
@@ -22,27 +20,11 @@ from millpond_vllm.cli.engine_options import (
     Recent,
     engine_settings,
 )
-from millpond_vllm.cli.vllm_arguments import split_arguments, vllm_arguments
+from millpond_vllm.cli.vllm_arguments import vllm_arguments
 from millpond_vllm.event_times import CHUNK
 from millpond_vllm.platform_classes import engine_arguments
 
 _FILES = "PROMETHEUS_MULTIPROC_DIR"
-
-
-class ServeCommand(TyperCommand):
-    """A command that keeps its own options and leaves all others, in their order, in the context."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse our own options."""
-        flags = {flag: not getattr(one, "is_flag", False) for one in self.get_params(ctx) for flag in one.opts}
-        own, rest = split_arguments(args, flags)
-        super().parse_args(ctx, own)
-        ctx.args = rest
-        return rest
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return what the line of usage shows."""
-        return ["MODEL", *super().collect_usage_pieces(ctx), "[OPTIONS OF VLLM SERVE]"]
 
 
 def serve(
