@@ -123,7 +123,7 @@ class EvictingManager(FullAttentionManager):
         self.events[request_id] = computed
         for one in (counts, self.total):
             one.events += 1
-            one.freed += len(freed)
+            one.freed += len(source) - len(target)
         left_before = 0 if before is None else times.left(before)
         return Eviction(request_id, _ids(source), _ids(target), _ids(tail), computed, left, left_before, _ids(blocks))
 

@@ -91,6 +91,22 @@ def serve_config(arguments: list[str]) -> Any:
         raise UnsupportedModelError(f"vLLM refuses this: {error}") from error
 
 
+def engine_of(arguments: list[str]) -> Any:
+    """Return an engine in this process, with the arguments of `vllm serve`."""
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    given = _parsed_serve(arguments)[1]
+    given.model = given.model_tag or given.model
+    return LLMEngine.from_engine_args(EngineArgs.from_cli_args(given))
+
+
+def request_counts(engine: Any) -> tuple[int, int]:
+    """Return how many requests of an engine in this process run, and how many wait."""
+    counts: tuple[int, int] = engine.engine_core.engine_core.scheduler.get_request_counts()
+    return counts
+
+
 def _parsed_serve(arguments: list[str]) -> tuple[Any, Any]:
     """Return the command `vllm serve`, and its arguments as it parses them.
 

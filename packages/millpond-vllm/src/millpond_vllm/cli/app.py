@@ -12,7 +12,8 @@ from typer.core import TyperGroup
 from millpond import MillpondError
 from millpond_vllm.cli.check import check
 from millpond_vllm.cli.serve import serve
-from millpond_vllm.cli.vllm_command import VllmCommand
+from millpond_vllm.cli.trial import trial
+from millpond_vllm.cli.vllm_command import TrialCommand, VllmCommand
 
 EXIT_USER_ERROR = 2
 
@@ -59,6 +60,7 @@ def _root(
 
 app.command("serve", cls=VllmCommand)(serve)
 app.command("check", cls=VllmCommand)(check)
+app.command("trial", cls=TrialCommand)(trial)
 
 
 def main() -> None:

@@ -12,6 +12,8 @@ from millpond_vllm.cli.vllm_arguments import split_arguments
 class VllmCommand(TyperCommand):
     """A command that keeps its own options and leaves all others, in their order, in the context."""
 
+    takes = ("MODEL",)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse our own options."""
         flags = {flag: not getattr(one, "is_flag", False) for one in self.get_params(ctx) for flag in one.opts}
@@ -22,4 +24,10 @@ class VllmCommand(TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return what the line of usage shows."""
-        return ["MODEL", *super().collect_usage_pieces(ctx), "[OPTIONS OF VLLM SERVE]"]
+        return [*self.takes, *super().collect_usage_pieces(ctx), "[OPTIONS OF VLLM SERVE]"]
+
+
+class TrialCommand(VllmCommand):
+    """The same behind a log of traffic."""
+
+    takes = ("LOG", "MODEL")
