@@ -20,7 +20,7 @@ class EvictionCounts:
 
     Attributes:
         events: Events so far.
-        freed: Blocks that they gave back.
+        freed: Blocks that they gave back, those that they packed into taken off.
         in_place: Events that packed into blocks of their own, because none was free.
     """
 

@@ -46,9 +46,10 @@ def check(
     """
     given = engine_settings(method, budget, recent, prefill, chunk, force, option)
     console = Console()
+    arguments = vllm_arguments(context.args, engine_arguments(given))
     try:
         compat.vllm_version()
-        config = compat.serve_config(vllm_arguments(context.args, engine_arguments(given)))
+        config = compat.serve_config(arguments)
     except UnsupportedModelError as error:
         _refuse(console, [str(error)])
     found = report(config, given, tokens)

@@ -42,9 +42,10 @@ def serve(
     All other arguments go to `vllm serve` as they are: `vllm serve --help=all` lists them.
     """
     with _metrics_of_processes():
-        compat.check_version(force=force)
         engine = engine_arguments(engine_settings(method, budget, recent, prefill, chunk, force, option))
-        compat.run_serve(vllm_arguments(context.args, engine))
+        arguments = vllm_arguments(context.args, engine)
+        compat.check_version(force=force)
+        compat.run_serve(arguments)
 
 
 @contextmanager

@@ -151,7 +151,7 @@ def _spelled(flag: str) -> str:
 
 def _file_pairs(file: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Return the flags of a file that `vllm serve --config` reads."""
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     try:
         found = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
