@@ -17,7 +17,7 @@ def run(*arguments):
     [
         (["--method", "nothing"], "unknown method 'nothing'"),
         (["--method", "kvzip"], "use snapkv, h2o"),
-        (["--budget", "lots"], "share of each prompt"),
+        (["--budget", "lots"], "is not a budget"),
         (["--budget", "64MiB"], "vLLM sizes the pool"),
         (["--prefill", "never"], "'auto', 'once' or 'chunks'"),
         (["-o", "windows=3"], "did you mean 'window'"),

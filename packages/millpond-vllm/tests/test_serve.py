@@ -57,7 +57,7 @@ def test_a_request_has_settings_of_its_own(client):
 @pytest.mark.parametrize(
     ("own", "says"),
     [
-        ({"millpond_budget": "lots"}, "share of each prompt"),
+        ({"millpond_budget": "lots"}, "is not a budget"),
         ({"millpond_bugdet": "30%"}, "there are budget, recent, sinks, keep"),
         ({"millpond_keep": [5, 3]}, "its end lies behind it"),
         ({"millpond_recent": -1}, "whole number"),

@@ -33,7 +33,7 @@ class EvictingSpec(FullAttentionSpec):
         length = vllm_config.model_config.max_model_len
         rules = BlockRules(settings, settings.policy(), self.block_size, pool=0)
         peak = rules.times(length, RequestSettings()).peak_blocks(length)
-        return min(whole, (peak + 1) * self.page_size_bytes)
+        return min(whole, (peak + 1) * int(self.page_size_bytes))
 
 
 class EvictingManager(FullAttentionManager):

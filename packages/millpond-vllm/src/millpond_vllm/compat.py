@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from types import FrameType
 from typing import Any
 
 from millpond import UnsupportedModelError
@@ -128,12 +129,12 @@ def engine_in_progress() -> tuple[dict[str, Any] | None, Any, Any] | None:
 
     vLLM's plugins are called without arguments, from the method that makes those of an engine.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        made = frame.f_locals.get("self")
+        made: Any = frame.f_locals.get("self")
         if frame.f_code.co_name == "__post_init__" and hasattr(made, "additional_config"):
             return made.additional_config, getattr(made, "scheduler_cls", None), getattr(made, "worker_cls", None)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
 
 

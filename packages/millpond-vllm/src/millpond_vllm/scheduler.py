@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -22,14 +22,9 @@ from millpond_vllm.settings import KEY, BlockRules, RequestSettings
 
 logger = init_logger("vllm.millpond")
 
-if TYPE_CHECKING:
-    _Base = Scheduler
-else:
-    _Base = object
 
-
-class EvictingScheduler(_Base):
-    """What a scheduler of vLLM does otherwise where requests evict.
+class EvictingScheduler(Scheduler):
+    """vLLM's scheduler where requests evict.
 
     Attributes:
         manager: Blocks of the group of full-attention layers.
@@ -191,7 +186,7 @@ class EvictingScheduler(_Base):
         return Observation(request_id, first, slots)
 
 
-class MillpondScheduler(EvictingScheduler, Scheduler):
+class MillpondScheduler(EvictingScheduler):
     """vLLM's scheduler, which evicts."""
 
 

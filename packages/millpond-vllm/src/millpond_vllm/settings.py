@@ -110,9 +110,10 @@ class RequestSettings:
         settings = cls(keep=_spans(given.get("keep", ())))
         if "budget" in given:
             settings = replace(settings, budget=parsed_budget(given["budget"]))
-        for name in ("recent", "sinks"):
-            if given.get(name) is not None:
-                settings = replace(settings, **{name: _whole(name, given[name])})
+        if given.get("recent") is not None:
+            settings = replace(settings, recent=_whole("recent", given["recent"]))
+        if given.get("sinks") is not None:
+            settings = replace(settings, sinks=_whole("sinks", given["sinks"]))
         return settings
 
 
@@ -165,13 +166,7 @@ def parsed_budget(given: Any) -> Budget | None:
     """
     if given is None or (isinstance(given, str) and given.strip().lower() == "none"):
         return None
-    try:
-        budget = Budget.parse(given)
-    except BudgetError:
-        raise BudgetError(
-            f"millpond: budget {brief(given)} must be a share of each prompt such as '20%', whole tokens such as 512, "
-            "or none"
-        ) from None
+    budget = Budget.parse(given)
     if budget.kind == "bytes":
         raise BudgetError(
             f"millpond: budget {brief(given)}: vLLM sizes the pool; give a share of each prompt or tokens"

@@ -41,7 +41,7 @@ def serve(
 
     All other arguments go to `vllm serve` as they are: `vllm serve --help=all` lists them.
     """
-    with _metrics_of_processes():
+    with _metrics_of_processes():  # before vLLM is imported, which looks for the folder then
         engine = engine_arguments(engine_settings(method, budget, recent, prefill, chunk, force, option))
         arguments = vllm_arguments(context.args, engine)
         compat.check_version(force=force)
@@ -56,4 +56,7 @@ def _metrics_of_processes() -> Iterator[None]:
         return
     with tempfile.TemporaryDirectory(prefix="millpond-vllm-metrics-") as folder:
         os.environ[_FILES] = folder
-        yield
+        try:
+            yield
+        finally:
+            os.environ.pop(_FILES, None)

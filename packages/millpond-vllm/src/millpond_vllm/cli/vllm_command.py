@@ -12,7 +12,7 @@ from millpond_vllm.cli.vllm_arguments import split_arguments
 class VllmCommand(TyperCommand):
     """A command that keeps its own options and leaves all others, in their order, in the context."""
 
-    takes = ("MODEL",)
+    takes: tuple[str, ...] = ("MODEL",)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse our own options."""
