@@ -147,8 +147,8 @@ SERVING = (
         "[whether-to-split-2.md](../../benchmarks/results/whether-to-split-2.md): simulated, chat with `h2o` at 20 % "
         "and int4, 3.92 requests a second and device together, 2.76 apart",
         "Replanning gives workers the other role, one at a time, by measured seconds; the paper searches again by "
-        "simulation. A pipeline is one of processes on a CPU, for batches and for a server, and no worker of a cluster; "
-        "layers that several devices share are left to vLLM.",
+        "simulation. A pipeline is one of processes on a CPU, for batches and for a server, and no worker of a "
+        "cluster; layers that several devices share are left to vLLM.",
     ),
 )
 TASKS_INTRO = """\

@@ -16,21 +16,14 @@ from millpond.budget import FLOOR
 from millpond.cache.paging.choose import LIVE
 from millpond.cli.chunk_options import ChunkChoice
 from millpond.cli.console import errors, size
-from millpond.cli.options import (
-    CacheChoice,
-    EnginePlace,
-    ModelName,
-    OptionGroup,
-    expand_groups,
-    optional,
-    parse_options,
-)
+from millpond.cli.options import CacheChoice, EnginePlace, ModelName, OptionGroup, expand_groups, optional
 from millpond.cli.setting_options import option_of
 from millpond.cluster.settings import ClusterSettings
 from millpond.cpu_limit import usable_cpus
 from millpond.engine.settings import EngineSettings
 from millpond.errors import OptionError
 from millpond.install_command import install_command
+from millpond.option_pairs import parse_options
 from millpond.server.settings import ServerSettings
 from millpond.setting import settings_of
 
