@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache as cache_of_calls
 from functools import cached_property
 from typing import Protocol
 
@@ -162,11 +163,39 @@ class StridedLayout:
         index = self._of_kernel(blocks)
         _movable(cache)[index] = rows.view(len(rows), len(index), cache.shape[2], -1).transpose(0, 1)
 
+    def read_keys(self, cache: Tensor, blocks: Tensor) -> Tensor:
+        """See `CacheLayout.read_keys`."""
+        return self.read(cache, blocks)[0]
+
+    def keys(self, cache: Tensor) -> tuple[Tensor, KeyOrder]:
+        """See `CacheLayout.keys`.
+
+        Raises:
+            UnsupportedModelError: blocks of the kernel are smaller than the manager's.
+        """
+        if self.parts > 1:
+            raise UnsupportedModelError(
+                f"millpond: attention is summed by blocks, and this backend divides each into {self.parts}; give a "
+                "--block-size that its kernels take whole, or use snapkv"
+            )
+        _, n_heads, block, _ = cache.shape
+        step = cache.stride(2)
+        numbers = (block - 1) * step + self.key_dim  # from a head's first key to the end of its last one
+        keys = cache.as_strided((len(cache), n_heads, numbers), (cache.stride(0), cache.stride(1), 1))
+        return keys, _key_order(block, step, self.key_dim, cache.device)
+
     def _of_kernel(self, blocks: Tensor) -> Tensor:
         """Return the kernel's blocks of the manager's."""
         if self.parts == 1:
             return blocks
         return (blocks[:, None] * self.parts + torch.arange(self.parts, device=blocks.device)).flatten()
+
+
+@cache_of_calls
+def _key_order(block: int, step: int, dim: int, device: torch.device) -> KeyOrder:
+    """Return the order of keys whose tokens are `step` numbers apart."""
+    at = torch.arange(block, device=device)[:, None] * step + torch.arange(dim, device=device)
+    return KeyOrder.of(at)
 
 
 def dtype_of_bytes(name: str) -> torch.dtype | None:
