@@ -50,7 +50,8 @@ def layer(config):
     torch.nn.Module.__init__(made)
     made.num_heads = 4
     names = ["long", "short"]
-    state = SimpleNamespace(block=BLOCK, queries=None, nulls=NullBlocks(BLOCK, lambda step: names))
+    nulls = NullBlocks(BLOCK, lambda step: names)
+    state = SimpleNamespace(block=BLOCK, nulls=nulls, plan_step=lambda given, lengths: None)
     setattr(made, STATE, (state, 0))
     context = config.compilation_config.static_forward_context
     context["layer"] = made
