@@ -89,9 +89,9 @@ def test_kept_spans_stay(engine):
 
 
 def test_a_preempted_request_gives_what_an_undisturbed_one_gives(tiny_model, monkeypatch):
-    engine = Engine(tiny_model, {"method": "h2o", "budget": "30%"}, num_gpu_blocks_override=24, max_model_len=600)
-    texts = prompts(6, 200, 400, seed=13)
-    one_by_one = [engine.tokens([ids], 120)[0] for ids in texts]
+    engine = Engine(tiny_model, {"method": "snapkv", "budget": "20%"}, num_gpu_blocks_override=24, max_model_len=600)
+    texts = prompts(6, 150, 300, seed=13)
+    one_by_one = [engine.tokens([ids], 200)[0] for ids in texts]
     preempted, preempt = [], engine.scheduler._preempt_request
 
     def counted(request, *args, **kwargs):
@@ -99,7 +99,7 @@ def test_a_preempted_request_gives_what_an_undisturbed_one_gives(tiny_model, mon
         return preempt(request, *args, **kwargs)
 
     monkeypatch.setattr(engine.scheduler, "_preempt_request", counted)
-    assert engine.tokens(texts, 120) == one_by_one
+    assert engine.tokens(texts, 200) == one_by_one
     assert any(preempted), "requests that have evicted are preempted in so small a pool"
 
 

@@ -73,7 +73,9 @@ class EvictingBuilder:
             _num_computed_tokens_cache=None,
         )
         metadata = super().build(common_prefix_len, given, fast_build)  # type: ignore[misc]
-        setattr(metadata, STEP, state.plan_step(given, common_attn_metadata.seq_lens))
+        plan = state.plan_step(given, common_attn_metadata.seq_lens)
+        if plan is not None:
+            setattr(metadata, STEP, plan)
         return metadata
 
     def _kept_in_place(self, rows: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

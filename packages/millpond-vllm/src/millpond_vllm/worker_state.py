@@ -90,6 +90,11 @@ class StepPlan:
     moments: StepQueries | None
     tokens: StepTokens | None
 
+    @property
+    def brings(self) -> bool:
+        """Whether there is anything to take."""
+        return any(part is not None for part in (self.rows, self.sums, self.moments, self.tokens))
+
 
 class WorkerState:
     """Queries, sums and positions of the requests of one worker.
@@ -138,20 +143,21 @@ class WorkerState:
         if self.moments is not None:
             self.moments.expect(orders.parts)
 
-    def plan_step(self, given: Any, lengths: Tensor) -> StepPlan:
-        """Return what the queries of a step bring, the same in all layers.
+    def plan_step(self, given: Any, lengths: Tensor) -> StepPlan | None:
+        """Return what the queries of a step bring, the same in all layers; None if they bring nothing.
 
         Args:
             given: vLLM's common metadata of the step, with rows and lengths without null blocks.
             lengths: (S,) lengths with them.
         """
         slots = given.slot_mapping[: given.num_actual_tokens]
-        return StepPlan(
+        plan = StepPlan(
             None if self.queries is None else self.queries.rows(slots),
             None if self.sums is None else self.sums.plan(given),
             None if self.moments is None else self.moments.plan(slots),
             None if self.scores is None else self.scores.plan(given, lengths),
         )
+        return plan if plan.brings else None
 
     @torch.inference_mode()
     def observe(self, index: int, queries: Tensor, keys: Tensor, values: Tensor, step: StepPlan) -> None:
