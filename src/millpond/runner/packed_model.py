@@ -223,7 +223,7 @@ class PackedModel:
         return self._run(ids, positions, split, rows, given)
 
     def check_adapters(self) -> None:
-        """Check that adapters of projections can act, for which a pass goes through the model's modules.
+        """Check that a pass can go through the model's modules, where adapters act.
 
         Raises:
             OptionError: the model runs without them alone: its weights are codes or read layer by layer, or rows have

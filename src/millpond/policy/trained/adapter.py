@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 class LowRank(NamedTuple):
-    """What is added to a linear map: y = W x + B A x.
+    """Low-rank addition to a linear map: y = W x + B A x.
 
     Attributes:
         a: (rank, inputs).
@@ -22,7 +22,11 @@ class LowRank(NamedTuple):
     b: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return what is added to the outputs of x (..., inputs): (..., outputs), in the dtype of `a`."""
+        """Return what is added to the outputs of x, (..., outputs) in the dtype of `a`.
+
+        Args:
+            x: (..., inputs).
+        """
         return F.linear(F.linear(x.to(self.a.dtype), self.a), self.b)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> LowRank:

@@ -145,7 +145,7 @@ def about_file(path: str | os.PathLike[str]) -> Mapping[str, str]:
 
 
 def _read(content: bytes, name: str, kind: NetworkKind) -> tuple[list[list[Tensor]], Adapter | None, dict[str, Any]]:
-    """Return the parts of each layer in the order of the kind, the adapter, and the file's metadata."""
+    """Return the parts of each layer in the kind's order, the adapter, and the metadata."""
     about = _checked_header(content, name, kind)
     try:
         tensors = load(content)
@@ -164,7 +164,7 @@ def _read(content: bytes, name: str, kind: NetworkKind) -> tuple[list[list[Tenso
 
 
 def _adapter_in(tensors: Mapping[str, Tensor], n_layers: int) -> Adapter | None:
-    """Return the adapter among the tensors of a file whose header was checked; None if there is none."""
+    """Return the adapter among tensors whose header was checked; None if there is none."""
     layers: list[dict[str, LowRank]] = [{} for _ in range(n_layers)]
     for key in tensors:
         number, _, rest = key.partition(".lora.")
@@ -245,7 +245,7 @@ def _checked_header(content: bytes, name: str, kind: NetworkKind) -> dict[str, s
 
 
 def _check_adapter(entries: Mapping[str, Any], n_layers: int) -> None:
-    """Check names and shapes of an adapter: every layer has the same projections, all of one rank.
+    """Check that every layer of an adapter has the same projections, all of one rank.
 
     Raises:
         ValueError: they are others.
