@@ -94,7 +94,8 @@ SERVING = (
         "Common beginnings on all levels (the paper's single level: `levels=1`). Steps of a batch are filled by memory "
         "where `kv_memory` limits it, and by the plan with KV on a disk, where beginnings are shared too. "
         "Horizontal fusion for decoding steps over plain entries on a CPU (0.94 of the time of two calls, half of the "
-        "entries shared); a GPU and codes have a call for each part, and each prompt reads its beginning itself ([why](../explanation/engine.md#prefix-sharing)).",
+        "entries shared); a GPU and codes have a call for each part, and each prompt reads its "
+        "beginning itself ([why](../explanation/engine.md#prefix-sharing)).",
     ),
     (
         "ChunkAttention (Ye et al., ACL 2024, arXiv:2402.15220)",
