@@ -211,7 +211,7 @@ def test_every_paper_has_a_row_with_a_test_that_names_it(generator: ModuleType) 
     ("number", "missing"),
     [
         ("2402.15220", ("16,384 spared entries",)),
-        ("2412.03594", ("horizontal fusion",)),
+        ("2412.03594", ("Horizontal fusion for decoding steps", "each prompt reads")),
         ("2502.15734", ("free room", "focus")),
         ("2210.02775", ("Phase bits", "discard bits")),
         ("2303.06865", ("by layers", "simulated device")),

@@ -24,11 +24,12 @@ from millpond.models.dtype_name import dtype_name
 
 
 class AsyncPipelineLLM(AsyncLLM):
-    """Answers requests of many tasks with a model whose layers are shared out over processes of this machine.
+    """Answers requests of many tasks with a model in several processes.
 
-    This process has the first layers, takes requests and steps; the others do the same steps. Tokens are those of
-    `AsyncLLM` with `runner="modules"`. Figures and cache snapshots are those of this process. Where a process ends, or
-    a pass fails within its layers, all requests end with an error, and `trouble` says so.
+    The layers are shared out over processes of this machine. This process has the first ones, takes requests and steps;
+    the others do the same steps. Tokens are those of `AsyncLLM` with `runner="modules"`. Figures and cache snapshots
+    are those of this process. Where a process ends, or a pass fails within its layers, all requests end with an error,
+    and `trouble` says so.
 
     Args:
         model: A name or folder that every process loads.

@@ -46,7 +46,7 @@ Change = Request | tuple[Request, ...] | str
 
 
 class StepOrder(NamedTuple):
-    """What a stage does before its next step, in this order."""
+    """Changes that a stage makes before its next step, in this order."""
 
     seconds: float | None  #: what the last pass took in the first stage; None: no pass was timed since the last order
     changes: tuple[Change, ...]  #: changes of the requests since then
@@ -123,7 +123,11 @@ class StageEngine(Engine):
     def _fail_step(
         self, groups: list[DecodeGroup], reading: list[tuple[RequestState, int]], error: Exception
     ) -> list[RequestState]:
-        """Handle a pass that failed in all stages; one that failed in this alone ends the pipeline."""
+        """Handle a pass that failed in all stages.
+
+        Raises:
+            StageLostError: it failed in this one alone, where the others wait for the rest of it.
+        """
         if is_under_way(self._cut):
             raise StageLostError(f"a pass ended within its layers: {error}") from error
         return super()._fail_step(groups, reading, error)
@@ -248,5 +252,5 @@ class LaterStageEngine(StageEngine):
         self.step()
 
     def _end_step(self, step: Step, seconds: float) -> None:
-        """Keep the step until the first stage has told its seconds: all stages share out by the same ones."""
+        """Keep the step until the first stage has told its seconds."""
         self._timed = step

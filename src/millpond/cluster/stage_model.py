@@ -165,6 +165,9 @@ def cut(model: Any, stage: int, stages: int, before: StageLink | None, behind: S
 
 
 def is_under_way(model: Any) -> bool:
-    """Return whether a pass of a stage has begun and not ended: then the other stages wait for what is left of it."""
+    """Return whether a pass of a stage has begun and not ended.
+
+    The other stages then wait for the rest of it.
+    """
     under_way: bool = model.model.embed_tokens.under_way
     return under_way

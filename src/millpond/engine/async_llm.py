@@ -132,7 +132,7 @@ class AsyncLLM:
         self._thread.start()
 
     def _open(self, model: Any, config: EngineConfig, loading: LoadOptions) -> tuple[Engine, Placement | None]:
-        """Return the engine, which runs in a thread of its own from then on, and the placement of weights and KV."""
+        """Return the engine, and the placement of weights and KV."""
         return open_engine(model, config, loading)
 
     # ------------------------------------------------------------------ requests

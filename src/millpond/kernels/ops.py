@@ -67,7 +67,7 @@ class OpSet(Protocol):
         ...
 
     def decode_shared(self, args: SharedDecodeArgs) -> AttendOutput:
-        """Run a step over each sequence's own entries and those that it shares with others, which are read once.
+        """Run a step over own entries and shared ones, which are read once.
 
         Results are those of `decode` over all entries of each sequence, but for the order of sums. The partition is
         that of ChunkAttention (Ye et al., 2024, section 3.2). Where the kernels of the CPU run, both parts are tiles of

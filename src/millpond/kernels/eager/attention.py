@@ -34,9 +34,9 @@ def attend(args: AttendArgs) -> AttendOutput:
 
 
 def attend_shared(args: SharedDecodeArgs, own: DecodeOutput) -> AttendOutput:
-    """Put the attention of a step to own entries together with that to shared ones, see `ops.decode_shared`.
+    """Attend to shared entries and merge with the attention to own ones.
 
-    Several runs are put together in float32.
+    See `ops.decode_shared`. Several runs are put together in float32.
     """
     regions = args.step.regions
     out, lse = own.out.float() if len(args.shared) > 1 else own.out.contiguous(), own.lse

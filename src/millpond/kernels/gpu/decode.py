@@ -301,7 +301,7 @@ def decode(args: DecodeArgs) -> DecodeOutput:
 
 
 def decode_shared(args: SharedDecodeArgs) -> AttendOutput:
-    """Run a step, and products of torch for each run: its entries are the same for all queries."""
+    """Run a step over own entries, and products of torch for each shared run."""
     return attend_shared(args, decode(args.step))
 
 
