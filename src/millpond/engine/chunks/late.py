@@ -10,7 +10,7 @@ from millpond.engine.request_state import RequestState
 
 #: Seconds that a pass waits for layers at most, where other requests wait for the step, and where none does. New
 #: requests wait as long.
-WAIT_S, WAIT_ALONE_S = 0.02, 0.25
+WAIT_S, WAIT_ALONE_S = 0.1, 1.0
 
 
 class LateChunks:
