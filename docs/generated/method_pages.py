@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from generated.blocks_section import blocks_section
 from generated.markup import NOTE, cell, left
 from generated.options import option_table, paper
 from generated.trained_sections import gate_section, trained_section
@@ -43,6 +44,8 @@ def method_page(entry: Entry[Any], panels: Mapping[str, CurvePanel], rows: Seque
         quality += trained_section()
     if entry.name == "attention_gate":
         quality += gate_section()
+    if entry.name == "infllm":
+        quality += f"\n{blocks_section()}"
     return f"{text}\n{quality}" if quality else text
 
 

@@ -356,3 +356,28 @@ def test_no_pass_holds_more_pages_than_are_reserved(monkeypatch: pytest.MonkeyPa
     finish(engine)
     assert (need.each - unpaged) / 2 < max(held) <= need.each - unpaged
     engine.close()
+
+
+@pytest.mark.parametrize(("budget", "local"), [(BUDGET, 4), ("20%", 0.4)])
+def test_a_prompt_in_pieces_is_preempted_midway_and_goes_on(budget: int | str, local: int | float) -> None:
+    found = {}
+    for offload in ("none", "disk"):
+        options = TEN | {"offload": offload, "local": local}
+        engine = Engine(
+            llama(dtype=torch.float32),
+            method="infllm",
+            options=options,
+            budget=budget,
+            page_slots=4,
+            max_step_tokens=25,
+        )
+        engine.add(Request(request_id="a", prompt=tuple(text(1, 90)[0].tolist()), params=greedy(6)))
+        engine.step()
+        (state,) = engine._requests
+        if offload == "disk":
+            assert 0 < state.scheduled.num_computed_tokens < 90
+            engine._scheduler.preempt_newest()
+            engine._preemptor._preempt(state.scheduled)
+        found[offload] = finish(engine)["a"].completions[0].token_ids
+        engine.close()
+    assert found["none"] == found["disk"]

@@ -116,7 +116,11 @@ class FileLoader(Generic[T]):
             return self._loading.get(name) is loaded
 
     def replace_by_empty(self, name: str) -> T:
-        """Stop loading for a request, release what it has, and return an empty holder, which is loaded."""
+        """Stop loading for a request and release what it has.
+
+        Returns:
+            An empty holder, which counts as loaded.
+        """
         with self._changed:
             loaded, empty = self._loaded.get(name), self._empty()
         if loaded is not None:
@@ -215,7 +219,10 @@ class FileLoader(Generic[T]):
             return next(iter(self._unsized.items()))
 
     def _next(self) -> tuple[str, LoadOrder[T], T] | None:
-        """Wait for the next order and return it with the holder that it fills; None: it is time to stop."""
+        """Wait for the next order and return it with the holder that it fills.
+
+        None: it is time to stop.
+        """
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closing or (bool(self._orders) and self._may_load(next(iter(self._orders.values()))))

@@ -125,7 +125,10 @@ class FileLoads(Generic[T]):
         return self._loader.take(name)
 
     def put_back(self, state: RequestState, loaded: T) -> None:
-        """Let a request that had begun wait until nothing more is read for it; it begins again with the same."""
+        """Let a request that had begun wait until nothing more is read for it.
+
+        It begins again with what was loaded.
+        """
         state.scheduled.is_loading = True
         self._put_back[state.request.request_id] = state, loaded
 

@@ -224,9 +224,9 @@ def _page_bytes(pool: RefCountedPool[Any]) -> int:
 
 
 def _writes_everywhere(layout: CacheLayout) -> bool:
-    """Return whether a decoding step writes to more than the last page of a head, or moves entries.
+    """Return whether a decoding step writes to more than the last page of a head.
 
-    Answers cannot share pages then.
+    It may also move entries. Answers cannot share pages then.
     """
     policy = layout.policy
     rule, by_rules = policy.decode_rule(0), policy.needs.head_rules is not None

@@ -214,7 +214,10 @@ class RequestState:
         return (group.batch_cache, group.completions.index(completion)) if completion in group.completions else None
 
     def begin_again(self) -> None:
-        """Drop its own cache and what was read, so that its prompt is read again, and then the tokens that it has."""
+        """Drop its own cache and what was read.
+
+        Its prompt is read again, and then the tokens that it has.
+        """
         if self.private_cache is not None:
             self.private_cache.clear()
             self.private_cache = None

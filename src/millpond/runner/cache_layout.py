@@ -181,7 +181,10 @@ class CacheLayout:
         return before, max(before, after)
 
     def block_place(self, layer: LayerShape) -> Place | None:
-        """Return where blocks of a layer go that queries look up; None: they stay in the pool, or there are none."""
+        """Return where blocks of a layer go that queries look up.
+
+        None: they stay in the pool, or there are none.
+        """
         lookup = self.policy.needs.block_lookup
         if lookup is None or layer.window:
             return None
@@ -193,7 +196,7 @@ class CacheLayout:
         return any(self.block_place(layer) is not None for layer in self._layers)
 
     def _resident(self, layer: int, table: PageTable, prompt: int, seen: int) -> int:
-        """Return the most entries per KV head in the pool of a layer that keeps all of `seen` tokens.
+        """Return the most entries per KV head that a layer has in its pool of `seen` tokens.
 
         Besides sinks and newest ones these are entries that fill no block yet, with those of a step.
         """
@@ -209,9 +212,10 @@ class CacheLayout:
         return lookup.protect.local(self.entries(layer, self.within_context(prompt), table))
 
     def _block_bytes(self, prompt: int, total: int) -> int:
-        """Return the bytes of blocks outside of the pools in the same memory, and of those of one layer looked up.
+        """Return the bytes of blocks outside of the pools.
 
-        Blocks on a disk, or in the host's memory while the pool is on a device, do not count.
+        They are those in the same memory, and those of one layer that come back. Blocks on a disk, or in the host's
+        memory while the pool is on a device, do not count.
         """
         lookup = self.policy.needs.block_lookup
         held, back = 0, [0]

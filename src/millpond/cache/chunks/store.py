@@ -323,7 +323,7 @@ class ChunkStore:
             self._counts["load_timeouts"] += 1
 
     def begun_again(self) -> None:
-        """Count a prompt that begins again since a pass came to a layer of a chunk that was not in."""
+        """Count a prompt that begins again since a layer of a chunk was not in."""
         with self._lock:
             self._counts["begun_again"] += 1
 

@@ -158,7 +158,10 @@ class PromptBlend:
         return any(isinstance(variant, LayeredVariant) and not variant.is_whole for variant in variants)
 
     def has_layer(self, variant: ReadableVariant, layer: int) -> bool:
-        """Return whether a layer is in, after a bounded wait; once one was not, none is waited for."""
+        """Return whether a layer is in, after a bounded wait.
+
+        Once one was not, none is waited for.
+        """
         if not self.lacks_layer and isinstance(variant, LayeredVariant):
             self.lacks_layer = not self.wait.until_in(variant, layer)
         return not self.lacks_layer

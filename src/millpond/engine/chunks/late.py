@@ -10,7 +10,7 @@ from millpond.engine.request_state import RequestState
 
 #: Seconds that a pass waits for layers at most, where other requests wait for the step, and where none does. New
 #: requests wait as long.
-WAIT_S, WAIT_ALONE_S = 0.02, 0.25
+WAIT_S, WAIT_ALONE_S = 0.1, 1.0
 
 
 class LateChunks:
@@ -27,7 +27,11 @@ class LateChunks:
         self._scheduler, self._requests, self._chunk_loads = parts.scheduler, parts.requests, parts.chunk_loads
 
     def begin_pass(self, reading: Iterable[RequestState]) -> bool:
-        """Let the prompts of a pass share its wait, and return whether layers of some are still being read."""
+        """Let the prompts of a pass share its wait.
+
+        Returns:
+            Whether layers of some are still being read.
+        """
         loading = [state.blend for state in reading if state.blend is not None and state.blend.is_loading]
         wait = LayerWait(WAIT_S if len(self._requests) > 1 else WAIT_ALONE_S)
         for blend in loading:
