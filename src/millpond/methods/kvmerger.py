@@ -179,7 +179,7 @@ def kvmerger(
     One threshold for each layer is the paper's too, which holds that a layer merges the same share of any text:
     `millpond.hf.calibration.merging.layer_thresholds` measures them, and eps takes them with semicolons between.
     Texts are left near the budget then, not at it. "auto" keeps the budget and needs no measurement, so it is the
-    default, though thresholds of layers lose less (rows below): heads then merge as much as each of them can.
+    default, though thresholds of layers, with which heads hold different numbers of entries, lose less (rows below).
     """
     fixed = _thresholds(eps) if isinstance(eps, str) else eps
     if decode == "merge" and fixed is not None:
