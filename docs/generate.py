@@ -20,6 +20,7 @@ from generated.markup import NOTE, fill, fill_all, fill_figures
 from generated.method_pages import method_page, method_table
 from generated.option_types import PATH as OPTION_TYPES
 from generated.option_types import option_types
+from generated.paper_rows import format_figures, format_tables, sparse_values_table
 from generated.papers_page import papers_page
 from generated.quality_page import quality_figures, quality_tables
 from generated.request_fields_page import request_fields_page
@@ -54,6 +55,7 @@ MORE_CODECS = RESULTS / "codecs-text-papers"
 PICTURES = ROOT / "docs" / "images" / "quality"
 CHOOSE = ROOT / "docs" / "how-to" / "choose-a-method.md"
 CODECS_PAGE = ROOT / "docs" / "how-to" / "codecs.md"
+OFFLOAD = ROOT / "docs" / "how-to" / "offload.md"
 GPU_ROWS = RESULTS / "gpu-rows.jsonl"
 SPEED = ROOT / "docs" / "explanation" / "speed.md"
 ORDERINGS = ROOT / "docs" / "explanation" / "orderings.md"
@@ -81,7 +83,9 @@ def pages() -> dict[Path, str]:
     texts[readme] = fill(readme.read_text(encoding="utf-8"), "saves", savings())
     speed = fill(SPEED.read_text(encoding="utf-8"), "results", result_table())
     texts[SPEED] = fill(speed, "gpu", gpu_section(read_gpu_rows(GPU_ROWS)))
-    texts[CODECS_PAGE] = fill(CODECS_PAGE.read_text(encoding="utf-8"), "codec-texts", codec_texts())
+    codecs = fill_figures(CODECS_PAGE.read_text(encoding="utf-8"), format_figures())
+    texts[CODECS_PAGE] = fill_all(codecs, {"codec-texts": codec_texts(), "codec-papers": format_tables()})
+    texts[OFFLOAD] = fill(OFFLOAD.read_text(encoding="utf-8"), "sparse-values", sparse_values_table())
     texts[CHOOSE] = fill(CHOOSE.read_text(encoding="utf-8"), "chat-facts", chat_facts())
     orderings = claims_page.tables(read_findings(QUALITY / "orderings.json"))
     texts[ORDERINGS] = fill_all(ORDERINGS.read_text(encoding="utf-8"), orderings)

@@ -10,6 +10,7 @@ from typing import Any
 from generated.blocks_section import blocks_section
 from generated.markup import NOTE, cell, left
 from generated.options import option_table, paper
+from generated.paper_rows import profiles_section, thresholds_section
 from generated.trained_sections import gate_section, trained_section
 from millpond.kernels.decode_rules import Evict
 from millpond.methods import METHODS
@@ -18,6 +19,15 @@ from millpond.registry import Entry
 from millpond_lab.bench.common.report import markdown_table
 from millpond_lab.evals.decoding.record import SummaryRow
 from millpond_lab.evals.report.curves import CurvePanel, quality_section
+
+#: What follows the curves on the pages of some methods.
+SECTIONS = {
+    "infllm": lambda: f"\n{blocks_section()}",
+    "attention_gate": gate_section,
+    "fastgen": profiles_section,
+    "kvmerger": thresholds_section,
+    "locret": trained_section,
+}
 
 
 def method_table(folder: str) -> str:
@@ -40,12 +50,7 @@ def method_page(entry: Entry[Any], panels: Mapping[str, CurvePanel], rows: Seque
     head = f"# `{entry.name}`\n\n" + (f"{paper(entry)}\n\n" if entry.paper else "")
     text = f"{NOTE}{head}{inspect.getdoc(entry.build)}\n\n{in_bytes(entry)}## Options\n\n{options(entry)}"
     quality = quality_section(panels, rows, f"../../images/quality/{entry.name}.svg")
-    if entry.name == "locret":
-        quality += trained_section()
-    if entry.name == "attention_gate":
-        quality += gate_section()
-    if entry.name == "infllm":
-        quality += f"\n{blocks_section()}"
+    quality += SECTIONS[entry.name]() if entry.name in SECTIONS else ""
     return f"{text}\n{quality}" if quality else text
 
 

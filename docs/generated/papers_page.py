@@ -45,13 +45,14 @@ FORMATS = {
         "src/millpond/codec/nuq.py",
         "tests/hf/test_kvquant.py",
         "Ranges of values are those of a head, and outliers of a page of a head, so that heads may hold different "
-        "tokens; with `_paper` behind the name they are taken of a token over all heads.",
+        "tokens; with `_paper` behind the name they are taken of a token over all heads. Code tables weigh a squared "
+        "gradient by the squared range, which the published code does not (`--no-range`).",
     ),
     MIKV: (
         "MiKV",
         "src/millpond/codec/channels.py",
         "tests/codec/test_tiers.py",
-        "Which entries are stored in few bits is what any method here would evict, by default `h2o`'s.",
+        "Which entries are stored in few bits is what any method here would evict, and with `h2o` as in the paper.",
     ),
     QUAROT: (
         "QuaRot",
@@ -64,7 +65,8 @@ FORMATS = {
         "ThinK",
         "src/millpond/codec/channels.py",
         "tests/codec/test_transforms.py",
-        "Channels are chosen once, at the end of the prompt, and what is kept is a multiple of 16.",
+        "Channels are chosen once, at the end of the prompt, of a KV head, whose query heads are averaged, and what is "
+        "kept is a multiple of 16 (`think` drops 16 of 64 channels, the paper 25).",
     ),
 }
 #: Formats whose upper tier is what a method keeps.
@@ -79,7 +81,8 @@ Measured: perplexity of `pond-text` over the full cache in this format, against 
 ([rows](../../benchmarks/results/codecs-text/summary.md),
 [more](../../benchmarks/results/codecs-text-papers/summary.md), [conditions](../how-to/codecs.md)); of MiKV's with
 `h2o` at 20 % for the upper tier.
-ThinK's were measured [on SmolLM2](../how-to/codecs.md), whose heads are wider.
+On SmolLM2, whose heads are wider, ThinK's, KVQuant's and MiKV's were measured
+[on three texts](../how-to/codecs.md#formats-of-papers-on-a-real-model).
 """
 SERVING_INTRO = """\
 Measured: the row that is kept, and what of the paper is not built or differs.
@@ -133,7 +136,8 @@ SERVING = (
         ("tests/engine/offload/test_kv_on_tiers.py", "tests/lab/papers/test_flexgen.py"),
         "[offload.md](../../benchmarks/results/offload.md): a model of 314 MB in 96 MiB, 16.77 tokens a second with "
         "H2O at 20 %, 9.41 with the full cache, and 2.41 of Accelerate",
-        "KV is divided by layers, where the paper divides the sequences of a block; what the linear program plans "
+        "KV is divided by layers, where the paper divides the sequences of a block; with sparse attention query heads "
+        "that share a KV head read the same values; what the linear program plans "
         "between device, host and disk has run on a simulated device and was not timed on a GPU.",
     ),
     (

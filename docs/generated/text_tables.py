@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 from generated.markup import left
 from generated.results import read
@@ -30,7 +31,12 @@ def chat_facts() -> str:
 
 def codec_texts() -> str:
     """KL of number formats on windows of several texts, by model and length."""
-    report, parts = read("codec-texts"), []
+    return texts_table("codec-texts", "codec_texts.py")
+
+
+def texts_table(name: str, script: str) -> str:
+    """The tables of a result of `codec_texts.py`, one for each setting, and what made it."""
+    report, parts = read(name), []
     for row in report["rows"]:
         texts = list(next(iter(row["kl"].values())))
         rows = [
@@ -39,11 +45,16 @@ def codec_texts() -> str:
         ]
         parts.append(
             f"{row['model']}, {row['windows']} windows of each text, {row['prompt']:,} tokens and {row['scored']} "
-            "more: KL from the full cache in nats a token, mean and standard error "
-            f"(`benchmarks/quality/codec_texts.py`, {report['machine']['cpu']}).\n\n"
+            f"more{_setting(row)}: KL from the full cache in nats a token, mean and standard error "
+            f"(`benchmarks/quality/{script}`, {report['machine']['cpu']}).\n\n"
             f"{left(markdown_table(('format', 'bytes', *texts), rows))}"
         )
     return "\n".join(parts)
+
+
+def _setting(row: dict[str, Any]) -> str:
+    method = "" if row["method"] == "full" else f", `{row['method']}` at {row['budget']}"
+    return method + (f", calibrated on {row['calibrated on']}" if row["calibrated on"] else "")
 
 
 def mean_and_error(numbers: Sequence[float]) -> str:

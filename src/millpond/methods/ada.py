@@ -38,11 +38,12 @@ def ada(
     are then the lowest of all heads together, so that a head's share follows its scores. The total is exact at each
     step, and no head falls below its floor.
 
-    Departs from the paper: there budgets are shared out once, at the end of the prompt (every=0). With b entries per
-    head besides the protected ones, the authors' code gives head h round((1 - alpha) b*_h + floor(alpha b)), where b*_h
-    is what it wins in one top-k without a floor, and so holds up to one entry per head less, or more, than the budget;
-    allocation="official" does the same, but never more. Here each head keeps its best floor(alpha b) before the rest is
-    competed for, so that alpha is what no head falls below, and the total is the budget.
+    Departs from the paper: over scores that evict while decoding heads go on competing, where the paper shares budgets
+    out once, at the end of the prompt (every=0). SnapKV's pool is 7 wide there (score=snapkv/kernel=7). With b entries
+    per head besides the protected ones, the authors' code gives head h round((1 - alpha) b*_h + floor(alpha b)), where
+    b*_h is what it wins in one top-k without a floor, and so holds up to one entry per head less, or more, than the
+    budget; allocation="official" does the same, but never more. Here each head keeps its best floor(alpha b) before the
+    rest is competed for, so that alpha is what no head falls below, and the total is the budget.
     """
     base = based_on("ada", score)
     if base.shared:

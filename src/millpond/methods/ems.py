@@ -86,10 +86,10 @@ def ems(
     becomes the mean of its class by score: of the values, and of the directions and the lengths of the keys. It has
     the attention of all its members.
 
-    Reconstructed: no official code is public, and the paper is known here from its abstract and its reviews. Ours are
-    cover, most and threshold, that a product of two negative cosines counts as unlike, and that while decoding the
-    same happens whenever `every` entries have gathered beyond the budget. A look back at
-    each step would cost half of the step.
+    Departs from the paper: it is reconstructed from the paper's abstract and its reviews, as no official code is
+    public. Ours are cover, most and threshold, that a product of two negative cosines counts as unlike, and that while
+    decoding the same happens whenever `every` entries have gathered beyond the budget. A look back at each step would
+    cost half of the step.
     """
     if kernel % 2 == 0:
         raise OptionError(f"ems: kernel={kernel} must be odd, so that the pool keeps its place")

@@ -20,8 +20,9 @@ def keydiff(
     s_j = - cos(k_j, m) with m = mean_i k_i / ||k_i|| over the entries of the head: the ranking by the sum of cosines
     with all other keys, in linear time. No attention is observed; keys are compared after RoPE.
 
-    prefill="chunks" compresses a prompt chunk by chunk, as the paper does.
-    decode="evict" continues at each step, the paper's rule in blocks of one; each ends with a plan, and is slow.
+    Departs from the paper: a prompt is compressed once, at its end; prefill="chunks" compresses it chunk by chunk, as
+    the paper does. decode="evict" continues at each step, the paper's rule in blocks of one; each ends with a plan, and
+    is slow.
     """
     return Policy(
         score=KeyDifference(),

@@ -22,10 +22,10 @@ def pyramidkv(
     layer would keep more than there is, the line starts at the length of the prompt, and its end rises by as much.
     Inside a layer SnapKV chooses, or another method by `score`.
 
-    Departs from the paper: SnapKV's window is 32 here, where the official scripts run with 8
-    (score=snapkv/window=8); what the window takes, no layer can give to another. The budgets add up to layers x budget
-    exactly, by the largest remainder (the official code rounds the steps of the line down and holds up to 15 % more),
-    and they follow the length of each prompt. The official code is flat SnapKV for prompts shorter than twice the
-    budget; here they have the flatter pyramid.
+    Departs from the paper: SnapKV's window is 32 and its pool 21 wide here, where the official scripts run with 8 and 7
+    (score=snapkv/window=8/kernel=7); what the window takes, no layer can give to another. The budgets add up to layers
+    x budget exactly, by the largest remainder (the official code rounds the steps of the line down and holds up to 15 %
+    more), and they follow the length of each prompt. The official code is flat SnapKV for prompts shorter than twice
+    the budget; here they have the flatter pyramid.
     """
     return replace(based_on("pyramidkv", score), layers=Pyramid(beta))

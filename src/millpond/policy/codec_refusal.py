@@ -13,7 +13,7 @@ WAY_OUT = "use codec='bf16', or another method"
 
 
 class StoringPolicy(Protocol):
-    """What decides whether a policy's entries can be codes; attributes as of `Policy`."""
+    """Properties of a policy that decide whether its entries can be codes, see `Policy`."""
 
     @property
     def positions(self) -> str: ...
@@ -38,7 +38,12 @@ class StoringPolicy(Protocol):
 
 
 def codec_refusal(policy: StoringPolicy, codec: Codec) -> str | None:
-    """Return why the entries of a policy cannot be stored in a number format, with the way out, or None."""
+    """Return why entries cannot be stored in a number format, with the way out, or None.
+
+    Args:
+        policy: Policy whose entries they are.
+        codec: The number format.
+    """
     if policy.positions == "cache_relative":
         return "this method turns stored keys to new positions, and codes cannot be turned; give positions='absolute'"
     if policy.merge is not None and policy.every_step:
