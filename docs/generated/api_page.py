@@ -22,6 +22,8 @@ GROUPS = {
         "fit",
         "save_document",
         "restore_document",
+        "TextStorage",
+        "calibrate_transform",
         "ask",
         "TextAnswer",
     ),

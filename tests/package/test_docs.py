@@ -218,6 +218,7 @@ def test_code_that_is_not_run_is_named() -> None:
         "docs/tutorial/write-your-own-method.md": "files of a folder, which test_own_method compares and runs",
         "docs/how-to/cluster.md": "starts Ray and its processes",
         "docs/how-to/budget-by-quality.md": "reads a novel, for minutes",
+        "docs/how-to/compress-once-ask-many.md": "calibrates a model, for minutes",
         "docs/how-to/images.md": "loads a model of many gigabytes",
         "docs/how-to/vllm.md": "runs vLLM, which has an environment of its own",
     }

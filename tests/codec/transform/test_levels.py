@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from millpond.codec.transform.allocation import allocate
-from millpond.codec.transform.levels import cuts_of, distortions, fit_levels, nearest_codes
+from millpond.codec.transform.levels import cuts_of, distortions, fit_levels, nearest_codes, rows_by_bits
 from millpond.codec.transform.storage_codec import parse_storage_codec
 from millpond.errors import OptionError
 
@@ -19,7 +19,7 @@ def normal(n: int, seed: int = 0) -> torch.Tensor:
 
 
 def test_levels_of_the_normal_distribution_are_those_of_max() -> None:
-    levels = fit_levels(normal(1 << 17))
+    levels = fit_levels([normal(1 << 17)] * 7)
     found = distortions(normal(200_000, 1)[:, None], levels)[0]
     torch.testing.assert_close(found[:5], torch.tensor(MAX_1960), rtol=0.02, atol=0)
     assert (found[1:] < found[:-1]).all()
@@ -28,11 +28,20 @@ def test_levels_of_the_normal_distribution_are_those_of_max() -> None:
 
 @pytest.mark.parametrize("samples", [torch.zeros(40), torch.tensor([1.0, 2.0]), torch.arange(3.0).repeat(50)])
 def test_levels_of_few_distinct_numbers_are_these(samples: torch.Tensor) -> None:
-    levels = fit_levels(samples)
+    levels = fit_levels([samples] * 7)
     assert all(len(table) == 1 << bits for bits, table in enumerate(levels, 1))
     assert all(bool((table[1:] >= table[:-1]).all()) for table in levels)
     error = levels[-1][nearest_codes(samples, levels[-1]).long()] - samples
     assert float(error.abs().max()) < 1e-6
+
+
+def test_levels_are_fitted_to_the_dimensions_that_have_as_many_bits() -> None:
+    """Each has a bit less than the one before it, by its variance: 5, 4, 3, 2, 1, and then none."""
+    variances = 4.0 ** torch.arange(10, -30, -1)
+    assert all(len(rows) == 8 for rows in rows_by_bits(variances, 15 / 40))
+    wide = rows_by_bits(variances.repeat_interleave(6), 15 / 40)
+    assert wide[0].tolist() == list(range(18, 36))
+    assert wide[2].tolist() == list(range(6, 24))
 
 
 def test_a_code_is_the_number_of_cuts_below() -> None:

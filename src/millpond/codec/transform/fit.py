@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from millpond.codec.transform.levels import Levels, distortions, fit_levels
+from millpond.codec.transform.levels import Levels, distortions, fit_levels, rows_by_bits
 from millpond.errors import NumericsError
 
 #: Share of the metric's mean that is added to its diagonal.
@@ -87,6 +87,6 @@ def fit_side(metric: Tensor, mean: Tensor, covariance: Tensor, samples: Tensor, 
     rows = ((directions.T @ forward) / deviations[:, None]).bfloat16().float()
     columns = ((back @ directions) * deviations).T.bfloat16().float().contiguous()
     z = (samples - mean.float()) @ rows.T
-    levels = fit_levels(z)
+    levels = fit_levels([z[:, chosen] for chosen in rows_by_bits(variances)])
     errors = (distortions(z, levels).double() * variances[:, None]).float()
     return SideTransform(mean.float(), rows, columns, errors, levels)

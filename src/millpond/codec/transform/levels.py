@@ -14,20 +14,52 @@ ROUNDS = 100
 #: Numbers that levels are fitted to at most.
 MOST_SAMPLES = 1 << 17
 
+#: Mean bits of a dimension that levels are fitted for, and fewest dimensions that they are fitted to.
+USUAL_BITS, LEAST_ROWS = 1.5, 8
+
 #: Levels by bits, 1 to `MOST_BITS`: ascending float32 of 2, 4, ... 128 numbers.
 Levels = tuple[Tensor, ...]
 
 
-def fit_levels(samples: Tensor) -> Levels:
-    """Return the levels of least squared error for numbers of one distribution.
+def fit_levels(samples: Sequence[Tensor]) -> Levels:
+    """Return the levels of least squared error for the numbers that have 1 to `MOST_BITS` bits.
 
     Args:
-        samples: (n,) numbers; of more than `MOST_SAMPLES`, evenly spread ones are used.
+        samples: For each number of bits (n,) numbers; of more than `MOST_SAMPLES`, evenly spread ones are used.
     """
-    flat = samples.flatten()
+    return tuple(_fitted(numbers.flatten(), bits) for bits, numbers in enumerate(samples, 1))
+
+
+def _fitted(flat: Tensor, bits: int) -> Tensor:
     x = flat[:: -(-len(flat) // MOST_SAMPLES)].double().sort().values
-    sums = torch.cat([x.new_zeros(1), x.cumsum(0)])
-    return tuple(_lloyd(x, sums, bits).float() for bits in range(1, MOST_BITS + 1))
+    return _lloyd(x, torch.cat([x.new_zeros(1), x.cumsum(0)]), bits).float()
+
+
+def rows_by_bits(variances: Tensor, mean_bits: float = USUAL_BITS) -> list[Tensor]:
+    """Return the dimensions whose numbers the levels of 1 to `MOST_BITS` bits are fitted to.
+
+    Dimensions of little variance have long tails, and those of much have none: levels of b bits are for those whose
+    share of `mean_bits` by their variance, log2(variance / level) / 2, is within one of b, and at least the nearest 8.
+
+    Args:
+        variances: (rows,) of the dimensions under the metric.
+        mean_bits: Mean bits of a dimension.
+    """
+    logs = variances.double().clamp(min=1e-300).log2() / 2
+    low, high = float(logs.min()) - MOST_BITS, float(logs.max())
+    level = low
+    for _ in range(60):
+        level = (low + high) / 2
+        if float((logs - level).clamp(0, MOST_BITS).mean()) > mean_bits:
+            low = level
+        else:
+            high = level
+    found = []
+    for bits in range(1, MOST_BITS + 1):
+        distance = (logs - level - bits).abs()
+        nearest = distance.argsort(stable=True)[: max(int((distance <= 1).sum()), LEAST_ROWS)]
+        found.append(nearest.sort().values)
+    return found
 
 
 def _lloyd(x: Tensor, sums: Tensor, bits: int) -> Tensor:

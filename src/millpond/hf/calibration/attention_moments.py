@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.types import RotaryEmbedding
-from millpond.codec.transform.exact_tokens import QUERY_STEP, SHARE, SINKS, attention_per_query, attention_rows
+from millpond.codec.transform.exact_tokens import QUERY_STEP, SINKS, attention_per_query, attention_rows, most_attended
 from millpond.kernels.args import AttentionShape
 
 #: Of the queries, every so many adds to the metric, and to which entries it looks at least this far back.
@@ -172,7 +172,8 @@ def _add_tokens(moments: LayerMoments, layer: LayerPass, samples: int) -> None:
     at = torch.arange(QUERY_STEP - 1, n, QUERY_STEP, device=layer.k.device)
     attention = attention_per_query(layer.q[:, at], at, layer.k, layer.shape)[SINKS:]
     moments.attention = torch.cat([moments.attention, attention.cpu()])
-    coded = numbers[SINKS:][attention <= attention.quantile(1 - SHARE)].cpu()
+    whole = attention_per_query(layer.q[:, at], at, layer.k, layer.shape, n)[SINKS:]
+    coded = numbers[SINKS:][~(most_attended(attention) | most_attended(whole))].cpu()
     d_key = len(moments.key_products)
     wide = coded.double()
     moments.tokens += len(coded)
