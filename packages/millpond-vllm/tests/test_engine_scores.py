@@ -57,3 +57,15 @@ def test_tokens_are_those_of_compress(engine, model, method, tmp_path):
     if method == "locret":  # scores of blocks that are found again
         assert engine.tokens(texts, NEW) == wanted
         assert all(one.num_cached_tokens for one in engine.outputs(texts, NEW))
+
+
+def test_nothing_is_summed_where_no_event_is_ahead(engine, monkeypatch):
+    """Not behind the prompt of a method that grows then, and not for a request that keeps everything."""
+    engine.use(64, method="compactor", budget="30%")
+    sums, calls = engine.worker._state.sums, []
+    monkeypatch.setattr(sums, "gather", lambda layer, queries, step: calls.append(len(queries)))
+    [ids] = prompts(1, 200, 200)
+    engine.tokens([ids], NEW)
+    assert len(calls) == 3 * 4, "three layers and four chunks"
+    engine.tokens([ids], NEW, [{"millpond": {"budget": None}}])
+    assert len(calls) == 3 * 4
