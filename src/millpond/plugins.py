@@ -9,6 +9,7 @@ from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal
 from millpond.kernels.ops import block_sums, prefill, window_signal
 from millpond.methods import make_policy, method
 from millpond.option_files import FILE
+from millpond.option_pairs import parse_options
 from millpond.option_ranges import Range, brief
 from millpond.policy.eviction_plan import EvictionPlan
 from millpond.policy.head_allocation import Ada, HeadAllocation, PromptHeadAllocation, Uniform
@@ -74,6 +75,7 @@ __all__ = [  # noqa: RUF022 (plainly sorted)
     "brief",
     "make_policy",
     "method",
+    "parse_options",
     "prefill",
     "window_signal",
 ]

@@ -20,6 +20,7 @@ from millpond.kernels.reference import (
     block_sums,
     decode,
     decode_rows,
+    decode_shared,
     merge_slots,
     newest_alike,
     read,

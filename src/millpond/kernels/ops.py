@@ -23,6 +23,7 @@ from millpond.kernels.args import (
     PageRegions,
     PrefillArgs,
     PrefillOutput,
+    SharedDecodeArgs,
     WindowSignalArgs,
 )
 from millpond.kernels.backends import NATIVE_DTYPES
@@ -62,6 +63,19 @@ class OpSet(Protocol):
 
         Returns:
             (S, Hq, n, value_dim) in q's dtype, 0 where there is no token; lse (S, Hq, n), there -inf.
+        """
+        ...
+
+    def decode_shared(self, args: SharedDecodeArgs) -> AttendOutput:
+        """Run a step over each sequence's own entries and those that it shares with others, which are read once.
+
+        Results are those of `decode` over all entries of each sequence, but for the order of sums. The partition is
+        that of ChunkAttention (Ye et al., 2024, section 3.2). Where the kernels of the CPU run, both parts are tiles of
+        one parallel loop, put together once (BatchLLM, Zheng et al., 2024, section 4.3); elsewhere `decode` and then
+        `attend` for each run.
+
+        Returns:
+            (S, Hq, value_dim) in q's dtype, 0 where a sequence takes no part; lse (S, Hq), there -inf.
         """
         ...
 
@@ -213,6 +227,11 @@ def decode(args: DecodeArgs) -> DecodeOutput:
 def decode_rows(args: DecodeRowsArgs) -> AttendOutput:
     """Run `OpSet.decode_rows`."""
     return op_set(args.regions.pages.dtype, args.q.device).decode_rows(args)
+
+
+def decode_shared(args: SharedDecodeArgs) -> AttendOutput:
+    """Run `OpSet.decode_shared`."""
+    return op_set(args.step.regions.plain.pages.dtype, args.q.device).decode_shared(args)
 
 
 def attend(args: AttendArgs) -> AttendOutput:

@@ -10,6 +10,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from millpond_vllm.event_times import EventTimes
+from millpond_vllm.figures import EvictionCounts
 from millpond_vllm.messages import Eviction
 from millpond_vllm.settings import KEY, BlockRules, EngineSettings, RequestSettings
 
@@ -33,21 +34,6 @@ class EvictingSpec(FullAttentionSpec):
         rules = BlockRules(settings, settings.policy(), self.block_size, pool=0)
         peak = rules.times(length, RequestSettings()).peak_blocks(length)
         return min(whole, (peak + 1) * int(self.page_size_bytes))
-
-
-@dataclass(slots=True)
-class EvictionCounts:
-    """Figures of evictions.
-
-    Attributes:
-        events: Events so far.
-        freed: Blocks that they gave back.
-        in_place: Events that packed into blocks of their own, because none was free.
-    """
-
-    events: int = 0
-    freed: int = 0
-    in_place: int = 0
 
 
 class EvictingManager(FullAttentionManager):
@@ -78,14 +64,6 @@ class EvictingManager(FullAttentionManager):
         self.max_admission_blocks_per_request = times.peak_blocks(num_tokens) if times and evicts_inside else None
         blocks: int = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
         return blocks
-
-    def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """Publish full blocks of a request that has not evicted.
-
-        What is computed after an eviction depends on what was kept, so the ids of its tokens do not name it.
-        """
-        if request.request_id not in self.events:
-            super().cache_blocks(request, num_tokens, *args, **kwargs)
 
     def pop_blocks_for_free(self, request_id: str) -> list[Any]:
         """Forget the events of a request that ended or was preempted, and return its blocks."""
@@ -137,7 +115,7 @@ class EvictingManager(FullAttentionManager):
         self.events[request_id] = computed
         for one in (counts, self.total):
             one.events += 1
-            one.freed += len(freed)
+            one.freed += len(source) - len(target)
         left_before = 0 if before is None else times.left(before)
         return Eviction(request_id, _ids(source), _ids(target), _ids(tail), computed, left, left_before, _ids(blocks))
 

@@ -6,9 +6,12 @@ so that an engine beside it, without millpond, is vLLM's alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from types import FrameType
 from typing import Any
 
 from millpond import UnsupportedModelError
@@ -63,19 +66,94 @@ def install() -> None:
     KVCacheSpecRegistry.register(EvictingSpec, EvictingManager, uniform_type_base_spec=FullAttentionSpec)
 
 
+def run_serve(arguments: list[str]) -> None:
+    """Run the command `vllm serve` in this process."""
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.logger import configure_logging_from_args
+
+    cli_env_setup()
+    command, given = _parsed_serve(arguments)
+    configure_logging_from_args(given)
+    command.validate(given)
+    command.cmd(given)
+
+
+def serve_config(arguments: list[str]) -> Any:
+    """Return the configuration of the engine that `vllm serve` would start; no weights are read.
+
+    Raises:
+        UnsupportedModelError: vLLM refuses it.
+    """
+    from vllm import AsyncEngineArgs
+
+    given = _parsed_serve(arguments)[1]
+    given.model = given.model_tag or given.model
+    try:
+        return AsyncEngineArgs.from_cli_args(given).create_engine_config()
+    except (OSError, ValueError, NotImplementedError) as error:  # no such model, or one that does not fit its flags
+        raise UnsupportedModelError(f"vLLM refuses this: {error}") from error
+
+
+def engine_of(arguments: list[str]) -> Any:
+    """Return an engine in this process, with the arguments of `vllm serve`."""
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    given = _parsed_serve(arguments)[1]
+    given.model = given.model_tag or given.model
+    return LLMEngine.from_engine_args(EngineArgs.from_cli_args(given))
+
+
+def request_counts(engine: Any) -> tuple[int, int]:
+    """Return how many requests of an engine in this process run, and how many wait."""
+    counts: tuple[int, int] = engine.engine_core.engine_core.scheduler.get_request_counts()
+    return counts
+
+
+def _parsed_serve(arguments: list[str]) -> tuple[Any, Any]:
+    """Return the command `vllm serve`, and its arguments as it parses them.
+
+    The entry `vllm` asks for the version of a distribution of that name, which a build for CPUs is not: the command is
+    made from its parts.
+    """
+    from vllm.entrypoints.cli.serve import cmd_init
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    sys.argv = ["vllm", "serve", *arguments]
+    parser = FlexibleArgumentParser(prog="vllm")
+    command = cmd_init()[0]
+    command.subparser_init(parser.add_subparsers(dest="subparser"))
+    return command, parser.parse_args()
+
+
+def engine_in_progress() -> tuple[dict[str, Any] | None, Any, Any] | None:
+    """Return the configuration, scheduler and worker of the engine whose arguments load plugins; None outside of it.
+
+    vLLM's plugins are called without arguments, from the method that makes those of an engine.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        made: Any = frame.f_locals.get("self")
+        if frame.f_code.co_name == "__post_init__" and hasattr(made, "additional_config"):
+            return made.additional_config, getattr(made, "scheduler_cls", None), getattr(made, "worker_cls", None)
+        frame = frame.f_back
+    return None
+
+
 @contextmanager
-def backend_in_use(backend: str, path: str) -> Iterator[None]:
-    """Let layers that are built inside take the attention backend at `path` in place of the named one of vLLM."""
+def backends_in_use(paths: Mapping[str, str]) -> Iterator[None]:
+    """Let layers that are built inside take the attention backends at these paths in place of vLLM's of that name."""
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    member = AttentionBackendEnum[backend]
     selector._cached_get_attn_backend.cache_clear()
-    register_backend(member, path)
+    for name, path in paths.items():
+        register_backend(AttentionBackendEnum[name], path)
     try:
         yield
     finally:
-        member.clear_override()
+        for name in paths:
+            AttentionBackendEnum[name].clear_override()
         selector._cached_get_attn_backend.cache_clear()
 
 
@@ -86,34 +164,96 @@ def evicting_manager(kv_cache_manager: Any) -> Any:
     """Return the manager of the group whose layers evict.
 
     Raises:
-        UnsupportedModelError: no layers of this model evict.
+        UnsupportedModelError: no layers of this model evict, or layers in more than one group.
     """
     from millpond_vllm.block_manager import EvictingManager
 
     managers = kv_cache_manager.coordinator.single_type_managers
     found = [one for one in managers if isinstance(one, EvictingManager)]
-    if len(found) != 1:
-        kinds = ", ".join(type(one.kv_cache_spec).__name__ for one in managers)
+    if len(found) == 1:
+        return found[0]
+    kinds = ", ".join(type(one.kv_cache_spec).__name__ for one in managers)
+    if found:
         raise UnsupportedModelError(
-            f"millpond evicts in one group of full-attention layers, and this model's groups are {kinds}; start vLLM "
-            "with its own classes, or give --worker-cls millpond_vllm.worker.MillpondCPUWorker as "
-            "`millpond-vllm serve` does"
+            f"millpond evicts in one group of full-attention layers, and vLLM divides them into {len(found)} groups "
+            f"({kinds}), because this model has fewer layers of another kind; run it without millpond"
         )
-    return found[0]
+    raise UnsupportedModelError(
+        f"millpond evicts in layers of full attention, and this model's groups are {kinds}; run it with vLLM's own "
+        "classes, or give --worker-cls as `millpond-vllm serve` does"
+    )
 
 
 def limit_hits(kv_cache_manager: Any, most: Callable[[Any], int]) -> None:
-    """Let this manager take no more tokens of a request from the prefix cache than `most` says, in whole blocks."""
-    lookup = kv_cache_manager.get_computed_blocks
+    """Let this manager take no more tokens of a request from the prefix cache than `most` says.
+
+    The lookup itself ends there: a hit that is cut afterwards would lack the window of sliding-window layers and the
+    state of recurrent ones, which are found for one length.
+    """
+    coordinator = kv_cache_manager.coordinator
+    lookup, find = kv_cache_manager.get_computed_blocks, coordinator.find_longest_cache_hit
+    limits: list[int] = []
 
     def limited(request: Any) -> Any:
-        blocks, tokens, *rest = lookup(request)
-        limit = most(request)
-        if tokens > limit:
-            blocks, tokens = kv_cache_manager.truncate_computed_blocks(blocks, limit), limit
-        return (blocks, tokens, *rest)
+        limits.append(most(request))
+        try:
+            return lookup(request)
+        finally:
+            limits.pop()
+
+    def find_limited(block_hashes: Any, max_cache_hit_length: int) -> Any:
+        return find(block_hashes, min([max_cache_hit_length, *limits]))
 
     kv_cache_manager.get_computed_blocks = limited
+    coordinator.find_longest_cache_hit = find_limited
+
+
+def publish_until_eviction(
+    kv_cache_manager: Any, has_evicted: Callable[[str], bool], most: Callable[[Any], int]
+) -> None:
+    """Let this manager publish no block of a request that has evicted, in any group.
+
+    What any layer computes after an eviction depends on what was kept, so the ids of its tokens do not name it. Groups
+    that publish only where a text like this one can be resumed (sliding windows, recurrent states) also do so at
+    `most` tokens, where `limit_hits` lets one be resumed.
+    """
+    coordinator = kv_cache_manager.coordinator
+    publish_all = coordinator.cache_blocks
+
+    def limited(request: Any, num_computed_tokens: int) -> None:
+        if not has_evicted(request.request_id):
+            publish_all(request, num_computed_tokens)
+
+    coordinator.cache_blocks = limited
+    for manager in coordinator.single_type_managers:
+        manager.cache_blocks = partial(_publish_where_resumed, manager.cache_blocks, most)
+
+
+def _publish_where_resumed(
+    publish: Callable[..., None],
+    most: Callable[[Any], int],
+    request: Any,
+    *args: Any,
+    replay_boundaries: Sequence[int],
+    **kwargs: Any,
+) -> None:
+    """Publish blocks of a request in one group, the ones in front of its longest hit among them."""
+    end = min(most(request), request.num_prompt_tokens)
+    publish(request, *args, replay_boundaries=(*replay_boundaries, end), **kwargs)
+
+
+def ends_at_states(scheduler: Any) -> bool:
+    """Whether chunks end where recurrent layers publish their state."""
+    aligned: bool = scheduler.need_mamba_block_aligned_split
+    return aligned and bool(scheduler.kv_cache_manager.enable_caching)
+
+
+def metric_labels(vllm_config: Any) -> dict[str, str]:
+    """Return the labels that vLLM's own metrics of an engine have."""
+    return {
+        "model_name": str(vllm_config.model_config.served_model_name),
+        "engine": str(vllm_config.parallel_config.data_parallel_rank),
+    }
 
 
 def is_running(request: Any) -> bool:
@@ -144,20 +284,60 @@ def orders_of(output: Any) -> StepOrders:
     return orders if isinstance(orders, StepOrders) else StepOrders()
 
 
+# ---------------------------------------------------------------------- configuration
+
+
+def backend_name(vllm_config: Any) -> str:
+    """Return the attention backend that the platform takes for layers of full attention."""
+    from vllm.platforms import current_platform
+
+    chosen = vllm_config.attention_config.backend
+    if chosen is not None:
+        return str(chosen.name)
+    return "CPU_ATTN" if current_platform.is_cpu() else "chosen by vLLM when the model is loaded"
+
+
+def bytes_of_entry(vllm_config: Any) -> int:
+    """Return the bytes of a token's key and value in one layer, of all KV heads."""
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+
+    model = vllm_config.model_config
+    dtype = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model)
+    heads: int = model.get_total_num_kv_heads()
+    return 2 * heads * int(model.get_head_size()) * int(dtype.itemsize)
+
+
 # ---------------------------------------------------------------------- worker
 
 
 def set_row(runner: Any, request: str, row: list[int], group: int) -> None:
-    """Replace the blocks of a request in the model runner."""
+    """Replace the blocks of a request in the model runner.
+
+    The first model runner copies its rows to the device while the next step is prepared, so they change only where it
+    waits for that copy; the second one stages what is written.
+    """
     if hasattr(runner, "req_states"):  # the second model runner
         index = runner.req_states.req_id_to_index[request]
-        rows = tuple(row if one == group else [] for one in range(len(runner.block_tables.block_sizes)))
-        runner.block_tables.append_block_ids(index, rows, overwrite=True)
+        tables = runner.block_tables
+        tables.block_tables[group].stage_write(index, 0, row)
+        tables.num_blocks.np[group, index] = len(row)
         return
-    runner.requests[request].block_ids[group][:] = row
-    index = runner.input_batch.req_id_to_index.get(request)
-    if index is not None:
-        runner.input_batch.block_table[group].add_row(row, index)
+    with runner.synchronize_input_prep():
+        runner.requests[request].block_ids[group][:] = row
+        index = runner.input_batch.req_id_to_index.get(request)
+        if index is not None:
+            runner.input_batch.block_table[group].add_row(row, index)
+
+
+def row_requests(runner: Any, step: Any) -> Sequence[str | None] | None:
+    """Return the requests of a step's rows in their order; None if the runner does not say."""
+    if hasattr(runner, "req_states"):
+        if step.req_idx is None:
+            return None
+        named = runner.req_states.index_to_req_id
+        return [named.get(int(index)) for index in step.req_idx]
+    requests: list[str | None] = runner.input_batch.req_ids
+    return requests
 
 
 def attention_layers(vllm_config: Any, names: list[str] | None = None) -> dict[str, Any]:

@@ -49,6 +49,11 @@ def changes(policy: Policy) -> list[Change]:
     return found
 
 
+def reads_while_decoding(policy: Policy) -> bool:
+    """Whether a policy needs the queries of tokens that are decoded."""
+    return policy.observes_all or (policy.every_step and policy.window > 0)
+
+
 def fitted(name: str, policy: Policy) -> Policy:
     """Return a policy as it acts on blocks: equal counts for all heads and layers, positions of the text.
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,9 +12,10 @@ from millpond import Policy
 from millpond.plugins import AttentionShape, QueryMoments
 from millpond_vllm.attention_sums import AttentionSums, StepSums
 from millpond_vllm.block_numbers import BlockNumbers
-from millpond_vllm.cache_layout import CacheLayout
+from millpond_vllm.cache_layout import CacheLayout, dtype_of_bytes
 from millpond_vllm.entry_scores import EntryScores, StepTokens
 from millpond_vllm.messages import Eviction, StepOrders
+from millpond_vllm.null_blocks import NullBlocks, RowRequests
 from millpond_vllm.planning import Competition, kept_columns, plans_layers_together
 from millpond_vllm.query_sums import QuerySums, StepQueries
 from millpond_vllm.recent_queries import RecentQueries
@@ -54,6 +55,19 @@ class EvictingLayer:
         cache: Tensor = self.module.kv_cache
         return cache
 
+    @property
+    def bytes_as(self) -> torch.dtype | None:
+        """Dtype of the cache's numbers of 8 bits; None for wider ones."""
+        return dtype_of_bytes(str(self.module.kv_cache_dtype))
+
+    def decoded(self, part: Literal["keys", "values"], stored: Tensor) -> Tensor:
+        """Return keys or values (H, n, D) as scores read them: numbers of 8 bits are multiplied by their factor."""
+        dtype = self.bytes_as
+        if dtype is None:
+            return stored
+        scale: Tensor = self.module._k_scale if part == "keys" else self.module._v_scale
+        return (stored.view(dtype).float() * scale.to(torch.float32)).to(self.module.dtype)
+
     def output_maps(self) -> Tensor:
         """Return (Hq, value_dim, hidden) float32: the map of each query head's output to the layer's."""
         assert self.output is not None, "the worker finds the projections for a method that reads them"
@@ -85,9 +99,17 @@ class WorkerState:
         layers: Layers that evict.
         layout: Layout of their caches.
         block: Tokens of a block.
+        row_requests: Returns the requests of a step's rows.
     """
 
-    def __init__(self, policy: Policy, layers: list[EvictingLayer], layout: CacheLayout, block: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        layers: list[EvictingLayer],
+        layout: CacheLayout,
+        block: int,
+        row_requests: RowRequests = lambda step: None,
+    ) -> None:
         self.policy = policy
         self.layers = layers
         self.layout = layout
@@ -97,6 +119,7 @@ class WorkerState:
         self.moments = QuerySums(layers, policy) if policy.sums_queries else None
         self.scores = EntryScores(layers, block, policy) if policy.scores_entries else None
         self._beside: BlockNumbers | None = self.scores if self.sums is None else self.sums
+        self.nulls = NullBlocks(block, row_requests)
         self._positions: dict[str, Tensor] = {}  # of packed entries, (L, Hkv, n) int32
         self._together = plans_layers_together(policy)
 
@@ -107,6 +130,7 @@ class WorkerState:
         """Take the orders of a step, and carry out its events before any block is written."""
         for eviction in orders.evictions:
             self._evict(eviction)
+        self.nulls.take(orders.evictions)
         if self.queries is not None:
             self.queries.expect(orders.observations)
         if self.sums is not None:
@@ -160,8 +184,8 @@ class WorkerState:
             keys, queries = drawn(layer.n_kv_heads, n), drawn(layer.n_heads, max(self.policy.window, 1))
             if self.scores is not None:
                 first = torch.zeros(1, dtype=torch.long, device=keys.device)  # the null block
-                q, k = queries[:, :1].transpose(0, 1), keys[:, :1].transpose(0, 1)
-                self.scores.write(layer, q, k, k, StepTokens(first, first))
+                query, key = queries[:, :1].transpose(0, 1), keys[:, :1].transpose(0, 1)
+                self.scores.write(layer, query, key, key, StepTokens(first, first))
             given = Competition(
                 keys,
                 keys.flip(1),
@@ -179,6 +203,7 @@ class WorkerState:
 
     def forget(self, requests: set[str]) -> None:
         """Drop the state of requests that ended or were preempted."""
+        self.nulls.forget(requests)
         for request in requests:
             self._positions.pop(request, None)
             if self.queries is not None:
@@ -243,11 +268,18 @@ class WorkerState:
         read = [self.layout.read(layer.cache, blocks) for layer in layers]
         keys = torch.cat([one[0] for one in read])
         values = torch.cat([one[1] for one in read])
+        seen = keys, values
+        if layers[0].bytes_as is not None:
+            pairs = list(zip(layers, read, strict=True))
+            seen = (
+                torch.cat([layer.decoded("keys", one[0]) for layer, one in pairs]),
+                torch.cat([layer.decoded("values", one[1]) for layer, one in pairs]),
+            )
         del read
         own = positions[first : first + len(layers)].reshape(len(layers) * width, n)
         given = Competition(
-            keys[:, :n],
-            values[:, :n],
+            seen[0][:, :n],
+            seen[1][:, :n],
             own,
             n_compete,
             eviction.computed,
@@ -259,7 +291,7 @@ class WorkerState:
             None if layers[0].rotation is None else layers[0].rotation.rotate,
         )
         n_keep = len(target) * self.block
-        columns = kept_columns(self.policy, given, n_keep, layers[0].shape, sinks=eviction.sinks, spans=eviction.keep)
+        columns = kept_columns(self.policy, given, n_keep, _shape_of(layers), sinks=eviction.sinks, spans=eviction.keep)
         for row, layer in enumerate(layers):
             heads = slice(row * width, (row + 1) * width)
             index = columns[heads, :, None].expand(-1, -1, keys.shape[2])
@@ -270,5 +302,13 @@ class WorkerState:
 
 
 def _kind(layer: EvictingLayer) -> tuple[Any, ...]:
-    """Return what layers that are planned together have in common."""
-    return layer.shape, layer.n_heads, layer.n_kv_heads, layer.cache.shape[1:]
+    """Return what layers that are planned together have in common; sinks of each are taken one behind the other."""
+    shape = layer.shape
+    attention = shape.scale, shape.softcap, shape.sink_logits is None
+    return attention, layer.n_heads, layer.n_kv_heads, layer.cache.shape[1:], layer.bytes_as
+
+
+def _shape_of(layers: list[EvictingLayer]) -> AttentionShape:
+    """Return the attention of layers of one kind, whose query heads follow each other."""
+    sinks = [layer.shape.sink_logits for layer in layers if layer.shape.sink_logits is not None]
+    return replace(layers[0].shape, sink_logits=torch.cat(sinks) if sinks else None)

@@ -164,6 +164,13 @@ struct AttendArgs {
   double scale, softcap;
 };
 
+// A decoding step and the runs of entries that some of its sequences share: n_runs AttendArgs follow, of the same
+// queries, heads and threads, whose out and lse are not read.
+struct SharedDecodeArgs {
+  DecodeArgs decode;
+  int64_t n_runs;
+};
+
 // Products x . y of the entries of each head with the vectors of its sets, of which few things are kept.
 struct ScanArgs {
   const void *x, *y;  // (H, N, dim), (H * n_sets, n_others, dim)
