@@ -36,4 +36,5 @@ def test_equals_the_reference(kind: str, lens: list[int], **options: Any) -> Non
     found, wanted = args.sums.clone(), args.sums.clone()
     gpu.block_sums(replace(args, sums=found))
     reference.block_sums(replace(args, sums=wanted))
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+    tolerance = 1e-4 if args.q.dtype == torch.float32 else 1e-3
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance / 10)

@@ -173,7 +173,7 @@ def random_heads(model: LlamaForCausalLM, n_layers: int = LAYERS, kv_heads: int 
             torch.randn(16, generator=draw),
             torch.randn(kv_heads, 16, generator=draw) / 4,
             torch.randn(kv_heads, generator=draw),
-            wide,
+            wide.clone(),
         )
         for _ in range(n_layers)
     ]
