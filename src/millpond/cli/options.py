@@ -261,6 +261,11 @@ class EnginePlace(OptionGroup):
     dtype: DtypeName = "auto"
     threads: Threads = None
 
+    @property
+    def chosen_dtype(self) -> str | None:
+        """Data type as of `LLM`; None: as the checkpoint."""
+        return None if self.dtype == "auto" else self.dtype
+
     def as_arguments(self, weights: str | None) -> dict[str, Any]:
         """Return arguments of `LLM`.
 
@@ -272,7 +277,7 @@ class EnginePlace(OptionGroup):
         """
         return {
             **{name: getattr(self, name) for name in ("memory", "disk", "device_memory", "threads")},
-            "dtype": None if self.dtype == "auto" else self.dtype,
+            "dtype": self.chosen_dtype,
             "device": device_of_engine(self.device, self.disk, weights, self.memory),
         }
 

@@ -65,14 +65,6 @@ class EvictingManager(FullAttentionManager):
         blocks: int = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
         return blocks
 
-    def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """Publish full blocks of a request that has not evicted.
-
-        What is computed after an eviction depends on what was kept, so the ids of its tokens do not name it.
-        """
-        if request.request_id not in self.events:
-            super().cache_blocks(request, num_tokens, *args, **kwargs)
-
     def pop_blocks_for_free(self, request_id: str) -> list[Any]:
         """Forget the events of a request that ended or was preempted, and return its blocks."""
         self.events.pop(request_id, None)

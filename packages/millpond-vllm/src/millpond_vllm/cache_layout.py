@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache as cache_of_calls
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from millpond import UnsupportedModelError
+from millpond import OptionError, UnsupportedModelError
+from millpond.plugins import KeyOrder
 
 #: Writes keys and values (block size, H, D) into places of a cache of one block, as the engine's own writer does.
 Writer = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-#: Digits of a place number: each is exact in a number of 8 bits and more.
-_BASE = 16
+#: Digits of a place number: each is exact in a number of 8 bits and more, with 2 bits of fraction as with 7.
+_BASE = 8
 
 
 class CacheLayout(Protocol):
@@ -28,8 +31,16 @@ class CacheLayout(Protocol):
         """Store keys and values (H, n * block size, D) into n blocks."""
         ...
 
+    def read_keys(self, cache: Tensor, blocks: Tensor) -> Tensor:
+        """Return keys (H, n * block size, D) of n blocks in order."""
+        ...
 
-@dataclass(frozen=True, slots=True)
+    def keys(self, cache: Tensor) -> tuple[Tensor, KeyOrder]:
+        """Return the keys of all blocks as they lie, (blocks, H, numbers), and their order."""
+        ...
+
+
+@dataclass(frozen=True)
 class HeadMajorLayout:
     """(blocks, H, block size, 2 D) of one processor: keys of a block, then its values, in an order of their own.
 
@@ -44,23 +55,32 @@ class HeadMajorLayout:
     block: int
 
     @classmethod
-    def probe(cls, n_heads: int, block: int, dim: int, dtype: torch.dtype, write: Writer) -> HeadMajorLayout:
+    def probe(
+        cls, n_heads: int, block: int, dim: int, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], write: Writer
+    ) -> HeadMajorLayout:
         """Find the order by writing known numbers through the engine's own writer.
+
+        Args:
+            n_heads: KV heads.
+            block: Tokens of a block.
+            dim: Width of a key, which is that of a value.
+            dtypes: What the writer takes, what the cache is made of, and as what it is read.
+            write: The engine's writer.
 
         Raises:
             UnsupportedModelError: the order is not one of whole numbers.
         """
+        given, stored, read = dtypes
         size = block * dim
         places = torch.arange(size)
         numbers = places.view(block, 1, dim).expand(block, n_heads, dim)
         found = torch.zeros(2, size, dtype=torch.int64)
         power = 1
         while power < size:
-            digit = (numbers // power % _BASE).to(torch.float32)
-            digit = digit.to(dtype if dtype.itemsize > 1 else torch.float32).contiguous()
-            cache = torch.zeros(1, n_heads, block, 2 * dim, dtype=dtype)
+            digit = (numbers // power % _BASE).to(given).contiguous()
+            cache = torch.zeros(1, n_heads, block, 2 * dim, dtype=stored)
             write(digit, digit.clone(), cache, torch.arange(block))
-            found += cache.view(n_heads, 2, size)[0].float().round().long() * power
+            found += cache.view(read).view(n_heads, 2, size)[0].float().round().long() * power
             power *= _BASE
         if not (found.sort(1).values == places).all():
             raise UnsupportedModelError(
@@ -72,14 +92,39 @@ class HeadMajorLayout:
 
     def read(self, cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """See `CacheLayout.read`."""
-        n, (_, n_heads, block, width) = len(blocks), cache.shape
-        parts = cache[blocks].view(n, n_heads, 2, block * width // 2)
+        parts = self._parts(cache)[blocks]
+        return self._ordered(parts[:, :, 0], self.keys_at), self._ordered(parts[:, :, 1], self.values_at)
 
-        def part(index: int, at: Tensor) -> Tensor:
-            ordered = parts[:, :, index][..., at].view(n, n_heads, block, width // 2)
-            return ordered.transpose(0, 1).reshape(n_heads, n * block, width // 2)
+    def read_keys(self, cache: Tensor, blocks: Tensor) -> Tensor:
+        """See `CacheLayout.read_keys`."""
+        return self._ordered(self._parts(cache)[:, :, 0][blocks], self.keys_at)
 
-        return part(0, self.keys_at), part(1, self.values_at)
+    def keys(self, cache: Tensor) -> tuple[Tensor, KeyOrder]:
+        """See `CacheLayout.keys`.
+
+        Raises:
+            UnsupportedModelError: tokens and channels are mixed in the order.
+        """
+        return self._parts(cache)[:, :, 0], self._key_order
+
+    @cached_property
+    def _key_order(self) -> KeyOrder:
+        try:
+            return KeyOrder.of(self.keys_at.view(self.block, -1))
+        except OptionError as error:
+            raise UnsupportedModelError(f"millpond: {error}, so no attention can be summed here; use snapkv") from error
+
+    @staticmethod
+    def _parts(cache: Tensor) -> Tensor:
+        """Return (blocks, H, 2, block size * D): keys and values of each head of each block."""
+        n_blocks, n_heads, block, width = cache.shape
+        return cache.view(n_blocks, n_heads, 2, block * width // 2)
+
+    def _ordered(self, part: Tensor, at: Tensor) -> Tensor:
+        """Return (H, n * block size, D) of parts (n, H, block size * D)."""
+        n, n_heads, size = part.shape
+        ordered = part[..., at].view(n, n_heads, self.block, size // self.block)
+        return ordered.transpose(0, 1).reshape(n_heads, n * self.block, size // self.block)
 
     def write(self, cache: Tensor, blocks: Tensor, keys: Tensor, values: Tensor) -> None:
         """See `CacheLayout.write`."""
@@ -89,3 +134,77 @@ class HeadMajorLayout:
             own = rows.reshape(n_heads, n, block * width // 2).transpose(0, 1)
             parts[:, :, index, at] = own
         cache[blocks] = parts.view(n, n_heads, block, width)
+
+
+@dataclass(frozen=True, slots=True)
+class StridedLayout:
+    """(blocks, H, block size, key_dim + value_dim) of GPU kernels: an entry's key, then its value.
+
+    Where heads or tokens come first in memory is in the strides alone. Kernels with smaller blocks divide one of the
+    manager into equal parts, which follow each other.
+
+    Attributes:
+        key_dim: Width of a key.
+        parts: Blocks of the kernel in one of the manager.
+    """
+
+    key_dim: int
+    parts: int = 1
+
+    def read(self, cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """See `CacheLayout.read`."""
+        part = _movable(cache).index_select(0, self._of_kernel(blocks))
+        rows = part.transpose(0, 1).flatten(1, 2).view(cache.dtype)
+        return rows[..., : self.key_dim], rows[..., self.key_dim :]
+
+    def write(self, cache: Tensor, blocks: Tensor, keys: Tensor, values: Tensor) -> None:
+        """See `CacheLayout.write`."""
+        rows = _movable(torch.cat([keys, values], 2))
+        index = self._of_kernel(blocks)
+        _movable(cache)[index] = rows.view(len(rows), len(index), cache.shape[2], -1).transpose(0, 1)
+
+    def read_keys(self, cache: Tensor, blocks: Tensor) -> Tensor:
+        """See `CacheLayout.read_keys`."""
+        return self.read(cache, blocks)[0]
+
+    def keys(self, cache: Tensor) -> tuple[Tensor, KeyOrder]:
+        """See `CacheLayout.keys`.
+
+        Raises:
+            UnsupportedModelError: blocks of the kernel are smaller than the manager's.
+        """
+        if self.parts > 1:
+            raise UnsupportedModelError(
+                f"millpond: attention is summed by blocks, and this backend divides each into {self.parts}; give a "
+                "--block-size that its kernels take whole, or use snapkv"
+            )
+        _, n_heads, block, _ = cache.shape
+        step = cache.stride(2)
+        numbers = (block - 1) * step + self.key_dim  # from a head's first key to the end of its last one
+        keys = cache.as_strided((len(cache), n_heads, numbers), (cache.stride(0), cache.stride(1), 1))
+        return keys, _key_order(block, step, self.key_dim, cache.device)
+
+    def _of_kernel(self, blocks: Tensor) -> Tensor:
+        """Return the kernel's blocks of the manager's."""
+        if self.parts == 1:
+            return blocks
+        return (blocks[:, None] * self.parts + torch.arange(self.parts, device=blocks.device)).flatten()
+
+
+@cache_of_calls
+def _key_order(block: int, step: int, dim: int, device: torch.device) -> KeyOrder:
+    """Return the order of keys whose tokens are `step` numbers apart."""
+    at = torch.arange(block, device=device)[:, None] * step + torch.arange(dim, device=device)
+    return KeyOrder.of(at)
+
+
+def dtype_of_bytes(name: str) -> torch.dtype | None:
+    """Return the dtype of a cache's numbers of 8 bits, by the name that vLLM gives it; None for wider ones."""
+    if not name.startswith("fp8"):
+        return None
+    return torch.float8_e5m2 if name == "fp8_e5m2" else torch.float8_e4m3fn
+
+
+def _movable(part: Tensor) -> Tensor:
+    """Return a part of a cache in a dtype that can be indexed; numbers of 8 bits move as bytes."""
+    return part.view(torch.uint8) if part.dtype.itemsize == 1 else part

@@ -7,14 +7,16 @@ so that an engine beside it, without millpond, is vLLM's alone.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 from typing import Any
 
 from millpond import UnsupportedModelError
 from millpond_vllm.messages import StepOrders
+from millpond_vllm.rotation import HeadRotation
 
 #: Versions with which the tests ran.
 TESTED = ("0.32.0",)
@@ -139,18 +141,19 @@ def engine_in_progress() -> tuple[dict[str, Any] | None, Any, Any] | None:
 
 
 @contextmanager
-def backend_in_use(backend: str, path: str) -> Iterator[None]:
-    """Let layers that are built inside take the attention backend at `path` in place of the named one of vLLM."""
+def backends_in_use(paths: Mapping[str, str]) -> Iterator[None]:
+    """Let layers that are built inside take the attention backends at these paths in place of vLLM's of that name."""
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    member = AttentionBackendEnum[backend]
     selector._cached_get_attn_backend.cache_clear()
-    register_backend(member, path)
+    for name, path in paths.items():
+        register_backend(AttentionBackendEnum[name], path)
     try:
         yield
     finally:
-        member.clear_override()
+        for name in paths:
+            AttentionBackendEnum[name].clear_override()
         selector._cached_get_attn_backend.cache_clear()
 
 
@@ -161,34 +164,88 @@ def evicting_manager(kv_cache_manager: Any) -> Any:
     """Return the manager of the group whose layers evict.
 
     Raises:
-        UnsupportedModelError: no layers of this model evict.
+        UnsupportedModelError: no layers of this model evict, or layers in more than one group.
     """
     from millpond_vllm.block_manager import EvictingManager
 
     managers = kv_cache_manager.coordinator.single_type_managers
     found = [one for one in managers if isinstance(one, EvictingManager)]
-    if len(found) != 1:
-        kinds = ", ".join(type(one.kv_cache_spec).__name__ for one in managers)
+    if len(found) == 1:
+        return found[0]
+    kinds = ", ".join(type(one.kv_cache_spec).__name__ for one in managers)
+    if found:
         raise UnsupportedModelError(
-            f"millpond evicts in one group of full-attention layers, and this model's groups are {kinds}; start vLLM "
-            "with its own classes, or give --worker-cls millpond_vllm.worker.MillpondCPUWorker as "
-            "`millpond-vllm serve` does"
+            f"millpond evicts in one group of full-attention layers, and vLLM divides them into {len(found)} groups "
+            f"({kinds}), because this model has fewer layers of another kind; run it without millpond"
         )
-    return found[0]
+    raise UnsupportedModelError(
+        f"millpond evicts in layers of full attention, and this model's groups are {kinds}; run it with vLLM's own "
+        "classes, or give --worker-cls as `millpond-vllm serve` does"
+    )
 
 
 def limit_hits(kv_cache_manager: Any, most: Callable[[Any], int]) -> None:
-    """Let this manager take no more tokens of a request from the prefix cache than `most` says, in whole blocks."""
-    lookup = kv_cache_manager.get_computed_blocks
+    """Let this manager take no more tokens of a request from the prefix cache than `most` says.
+
+    The lookup itself ends there: a hit that is cut afterwards would lack the window of sliding-window layers and the
+    state of recurrent ones, which are found for one length.
+    """
+    coordinator = kv_cache_manager.coordinator
+    lookup, find = kv_cache_manager.get_computed_blocks, coordinator.find_longest_cache_hit
+    limits: list[int] = []
 
     def limited(request: Any) -> Any:
-        blocks, tokens, *rest = lookup(request)
-        limit = most(request)
-        if tokens > limit:
-            blocks, tokens = kv_cache_manager.truncate_computed_blocks(blocks, limit), limit
-        return (blocks, tokens, *rest)
+        limits.append(most(request))
+        try:
+            return lookup(request)
+        finally:
+            limits.pop()
+
+    def find_limited(block_hashes: Any, max_cache_hit_length: int) -> Any:
+        return find(block_hashes, min([max_cache_hit_length, *limits]))
 
     kv_cache_manager.get_computed_blocks = limited
+    coordinator.find_longest_cache_hit = find_limited
+
+
+def publish_until_eviction(
+    kv_cache_manager: Any, has_evicted: Callable[[str], bool], most: Callable[[Any], int]
+) -> None:
+    """Let this manager publish no block of a request that has evicted, in any group.
+
+    What any layer computes after an eviction depends on what was kept, so the ids of its tokens do not name it. Groups
+    that publish only where a text like this one can be resumed (sliding windows, recurrent states) also do so at
+    `most` tokens, where `limit_hits` lets one be resumed.
+    """
+    coordinator = kv_cache_manager.coordinator
+    publish_all = coordinator.cache_blocks
+
+    def limited(request: Any, num_computed_tokens: int) -> None:
+        if not has_evicted(request.request_id):
+            publish_all(request, num_computed_tokens)
+
+    coordinator.cache_blocks = limited
+    for manager in coordinator.single_type_managers:
+        manager.cache_blocks = partial(_publish_where_resumed, manager.cache_blocks, most)
+
+
+def _publish_where_resumed(
+    publish: Callable[..., None],
+    most: Callable[[Any], int],
+    request: Any,
+    *args: Any,
+    replay_boundaries: Sequence[int],
+    **kwargs: Any,
+) -> None:
+    """Publish blocks of a request in one group, the ones in front of its longest hit among them."""
+    end = min(most(request), request.num_prompt_tokens)
+    publish(request, *args, replay_boundaries=(*replay_boundaries, end), **kwargs)
+
+
+def ends_at_states(scheduler: Any) -> bool:
+    """Whether chunks end where recurrent layers publish their state."""
+    aligned: bool = scheduler.need_mamba_block_aligned_split
+    return aligned and bool(scheduler.kv_cache_manager.enable_caching)
 
 
 def metric_labels(vllm_config: Any) -> dict[str, str]:
@@ -254,16 +311,33 @@ def bytes_of_entry(vllm_config: Any) -> int:
 
 
 def set_row(runner: Any, request: str, row: list[int], group: int) -> None:
-    """Replace the blocks of a request in the model runner."""
+    """Replace the blocks of a request in the model runner.
+
+    The first model runner copies its rows to the device while the next step is prepared, so they change only where it
+    waits for that copy; the second one stages what is written.
+    """
     if hasattr(runner, "req_states"):  # the second model runner
         index = runner.req_states.req_id_to_index[request]
-        rows = tuple(row if one == group else [] for one in range(len(runner.block_tables.block_sizes)))
-        runner.block_tables.append_block_ids(index, rows, overwrite=True)
+        tables = runner.block_tables
+        tables.block_tables[group].stage_write(index, 0, row)
+        tables.num_blocks.np[group, index] = len(row)
         return
-    runner.requests[request].block_ids[group][:] = row
-    index = runner.input_batch.req_id_to_index.get(request)
-    if index is not None:
-        runner.input_batch.block_table[group].add_row(row, index)
+    with runner.synchronize_input_prep():
+        runner.requests[request].block_ids[group][:] = row
+        index = runner.input_batch.req_id_to_index.get(request)
+        if index is not None:
+            runner.input_batch.block_table[group].add_row(row, index)
+
+
+def row_requests(runner: Any, step: Any) -> Sequence[str | None] | None:
+    """Return the requests of a step's rows in their order; None if the runner does not say."""
+    if hasattr(runner, "req_states"):
+        if step.req_idx is None:
+            return None
+        named = runner.req_states.index_to_req_id
+        return [named.get(int(index)) for index in step.req_idx]
+    requests: list[str | None] = runner.input_batch.req_ids
+    return requests
 
 
 def attention_layers(vllm_config: Any, names: list[str] | None = None) -> dict[str, Any]:
@@ -273,6 +347,52 @@ def attention_layers(vllm_config: Any, names: list[str] | None = None) -> dict[s
 
     layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, Attention, names)
     return layers
+
+
+def layer_number(name: str) -> int:
+    """Return the number of an attention layer in the whole model."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    number: int = extract_layer_index(name)
+    return number
+
+
+#: Attributes by which vLLM's attention modules say that they do not rotate.
+_ROTATES = ("use_rope", "_use_rope", "use_rotary")
+#: Modules that hold a rotation and use it in some layers only, by the beginnings of their names.
+_ROTATE_SOMETIMES = ("Cohere", "Exaone4", "Afmoe")
+
+
+def rotation_of(model: Any, name: str, dim: int) -> HeadRotation | None:
+    """Return how an attention layer rotates its heads of `dim` numbers; None if it does not.
+
+    Raises:
+        UnsupportedModelError: that cannot be found out, or it is no rotation that the position alone decides.
+    """
+    parent: Any = dict(model.named_modules()).get(name.rsplit(".", 1)[0])
+    kind = type(parent).__name__
+    if any(getattr(parent, flag, True) is False for flag in _ROTATES):
+        return None
+    if not hasattr(parent, "rotary_emb") or kind.startswith(_ROTATE_SOMETIMES):
+        raise UnsupportedModelError(
+            f"millpond: the method needs queries as they are before RoPE, and {kind} does not show where it rotates "
+            "them; use snapkv"
+        )
+    rotary = parent.rotary_emb
+    if rotary is None:
+        return None
+    table = getattr(rotary, "cos_sin_cache", None)
+    if table is None or getattr(rotary, "mrope_section", None) or not hasattr(rotary, "forward_native"):
+        raise UnsupportedModelError(
+            f"millpond: the method needs queries as they are before RoPE, and {type(rotary).__name__} is no rotation "
+            "by one position for each token; use snapkv"
+        )
+
+    def turn(x: Any, positions: Any) -> Any:
+        turned, _ = rotary.forward_native(positions, x.flatten(1), x.flatten(1).clone())
+        return turned.view(x.shape)
+
+    return HeadRotation.probe(table, dim, turn, type(rotary).__name__, halves=bool(rotary.is_neox_style))
 
 
 def preempted_or_finished(output: Any) -> set[str]:

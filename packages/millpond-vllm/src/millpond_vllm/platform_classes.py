@@ -25,7 +25,7 @@ def scheduler_class() -> str:
 
 def worker_class() -> str:
     """Return the path of the worker."""
-    return "millpond_vllm.worker.MillpondCPUWorker" if on_cpu() else "millpond_vllm.worker.MillpondGPUWorker"
+    return "millpond_vllm.cpu_worker.MillpondCPUWorker" if on_cpu() else "millpond_vllm.gpu_worker.MillpondGPUWorker"
 
 
 def engine_arguments(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from millpond_vllm.block_manager import EvictingManager
 from millpond_vllm.engine_check import check_engine
 from millpond_vllm.event_times import NEVER, EventTimes
 from millpond_vllm.figures import EngineTotals, EvictionCounts, FigureReporter, request_figures
-from millpond_vllm.messages import Eviction, Observation, StepOrders
+from millpond_vllm.messages import Eviction, Observation, StepOrders, StepPart
 from millpond_vllm.settings import KEY, BlockRules, RequestSettings
 
 logger = init_logger("vllm.millpond")
@@ -47,6 +47,8 @@ class EvictingScheduler(Scheduler):
         self._reporter = FigureReporter(self.totals, compat.metric_labels(vllm_config), logger.info)
         self._queries = self.rules.policy.score.queries if self.rules.policy.score is not None else "none"
         compat.limit_hits(self.kv_cache_manager, self._most_hit)
+        compat.publish_until_eviction(self.kv_cache_manager, self.manager.events.__contains__, self._most_hit)
+        self._ends_at_states = compat.ends_at_states(self)
 
     # ------------------------------------------------------------------ requests
 
@@ -94,7 +96,7 @@ class EvictingScheduler(Scheduler):
     # ------------------------------------------------------------------ chunks and hits
 
     def _most_hit(self, request: Any) -> int:
-        """Return the most tokens of a request that may come from the prefix cache, in whole blocks.
+        """Return the most tokens of a request that may come from the prefix cache.
 
         Nothing behind the first event comes from there: blocks of another request that never evicted. Queries that
         the event needs are computed.
@@ -105,12 +107,18 @@ class EvictingScheduler(Scheduler):
             return NEVER
         if self._queries not in ("none", "window"):
             return 0
-        most = first - max(1, self.rules.policy.window)
-        return max(0, most) // self.rules.block * self.rules.block
+        return max(0, first - max(1, self.rules.policy.window))
 
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """End a chunk at the next event; vLLM asks here for the last word on the length of every chunk."""
+        """End a chunk at the next event; vLLM asks here for the last word on the length of every chunk.
+
+        Recurrent layers publish their state at the end of a chunk alone: one ends where a hit on this text ends.
+        """
         tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        if self._ends_at_states:
+            state = self._most_hit(request) // self.block_size * self.block_size
+            if num_computed_tokens < state < num_computed_tokens + tokens:
+                tokens = state - num_computed_tokens
         times = self.manager.times.get(request.request_id)
         if times is None:
             return tokens
@@ -134,6 +142,9 @@ class EvictingScheduler(Scheduler):
                 observation = self._observation(request_id, tokens)
                 if observation is not None:
                     orders.observations.append(observation)
+        if self.rules.policy.sums_prompt:
+            parts = (self._part(request_id, tokens) for request_id, tokens in output.num_scheduled_tokens.items())
+            orders.parts.extend(part for part in parts if part is not None)
         compat.attach_orders(output, orders)
         if evictions:
             self._reporter.step()
@@ -149,26 +160,27 @@ class EvictingScheduler(Scheduler):
 
     def _evict_due(self) -> list[Eviction]:
         """Evict from running requests that have reached an event; preempt others where no block is free for it."""
-        evictions = []
+        evictions: dict[str, Eviction] = {}
         for request in list(self.running):
             request_id, computed = request.request_id, request.num_computed_tokens
             if not compat.is_running(request) or not self.manager.due(request_id, computed):
                 continue
-            while self.manager.free_short(request_id, computed) and self._preempt_one(request):
-                pass
+            while compat.is_running(request) and self.manager.free_short(request_id, computed):
+                evictions.pop(self._preempt_one(), None)  # it may run again in this very step, from the start
             if not compat.is_running(request):
                 continue
             eviction = self.manager.evict(request_id, computed)
             asked = self._asked[request_id]
-            evictions.append(replace(eviction, sinks=asked.sinks, keep=asked.keep))
-        return evictions
+            evictions[request_id] = replace(eviction, sinks=asked.sinks, keep=asked.keep)
+        return list(evictions.values())
 
-    def _preempt_one(self, waits: Any) -> bool:
-        """Preempt the request that vLLM would preempt first; return whether `waits` still runs."""
+    def _preempt_one(self) -> str:
+        """Preempt the request that vLLM would preempt first, and return its id."""
         last = compat.preempted_first(self)
         self.running.remove(last)
         self._preempt_request(last, time.monotonic())
-        return last is not waits
+        request_id: str = last.request_id
+        return request_id
 
     def _observation(self, request_id: str, tokens: int) -> Observation | None:
         """Return the queries of this step that the next event of a request needs."""
@@ -184,6 +196,18 @@ class EvictingScheduler(Scheduler):
         block, blocks = self.rules.block, self.manager.req_to_blocks[request_id]
         slots = [blocks[at // block].block_id * block + at % block for at in range(first, end)]
         return Observation(request_id, first, slots)
+
+    def _part(self, request_id: str, tokens: int) -> StepPart | None:
+        """Return a request's tokens of this step; None if no event is ahead of it that it can reach."""
+        request, times = self.requests[request_id], self.manager.times.get(request_id)
+        if times is None:
+            return None
+        begin = request.num_computed_tokens - tokens  # which counts this step's already
+        if times.next(begin) >= min(NEVER, request.num_prompt_tokens + request.max_tokens):
+            return None
+        block = self.rules.block
+        slot = self.manager.req_to_blocks[request_id][begin // block].block_id * block + begin % block
+        return StepPart(request_id, begin, tokens, slot)
 
 
 class MillpondScheduler(EvictingScheduler):

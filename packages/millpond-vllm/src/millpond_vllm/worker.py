@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
-from vllm.v1.worker.cpu_worker import CPUWorker
 
 from millpond import UnsupportedModelError
 from millpond.plugins import AttentionShape
 from millpond_vllm import compat
 from millpond_vllm.attention_backend import STATE
-from millpond_vllm.cache_layout import HeadMajorLayout
-from millpond_vllm.engine_check import check_engine
+from millpond_vllm.cache_layout import CacheLayout
+from millpond_vllm.engine_check import check_engine, check_layers
 from millpond_vllm.worker_state import EvictingLayer, WorkerState
 
 
 class EvictingWorker:
-    """What a worker of vLLM does otherwise where requests evict."""
+    """What a worker of vLLM does otherwise where requests evict.
 
-    backend_name: str
-    backend_path: str
+    Attributes:
+        backends: Path of the evicting backend for each of vLLM's that may be chosen here.
+    """
+
+    backends: ClassVar[dict[str, str]]
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         compat.install()
         self._settings = check_engine(vllm_config)
         self._state: WorkerState | None = None
-        super().__init__(vllm_config, *args, **kwargs)
+        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         """Load the model, with layers that evict."""
-        with compat.backend_in_use(self.backend_name, self.backend_path):
-            return super().load_model(*args, **kwargs)  # type: ignore[misc]
+        with compat.backends_in_use(self.backends):
+            loaded = super().load_model(*args, **kwargs)  # type: ignore[misc]
+        config = self.vllm_config  # type: ignore[attr-defined]
+        check_layers(compat.attention_layers(config), config, self._settings.policy())
+        return loaded
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> Any:
         """Make the caches, and the state beside them."""
@@ -62,27 +68,45 @@ class EvictingWorker:
         policy = self._settings.policy()
         modules = compat.attention_layers(self.vllm_config, list(group.layer_names))  # type: ignore[attr-defined]
         projections = _output_maps(self.model_runner.model, modules) if _reads_outputs(policy) else {}  # type: ignore[attr-defined]
+        model = self.model_runner.model  # type: ignore[attr-defined]
+        rotated = policy.needs_rotation
         layers = [
             EvictingLayer(
                 index,
                 module,
                 module.num_heads,
                 module.num_kv_heads,
-                AttentionShape(module.impl.scale, softcap=float(module.impl.logits_soft_cap or 0)),
+                compat.layer_number(name),
+                _shape_of(module),
                 projections.get(name),
+                compat.rotation_of(model, name, module.head_size) if rotated else None,
             )
             for index, (name, module) in enumerate(modules.items())
         ]
-        state = WorkerState(
-            policy, layers, self.layout(layers[0], group.kv_cache_spec.block_size), group.kv_cache_spec.block_size
-        )
+        block = group.kv_cache_spec.block_size
+        row_requests = partial(compat.row_requests, self.model_runner)  # type: ignore[attr-defined]
+        state = WorkerState(policy, layers, self.layout(layers[0], block), block, row_requests)
+        if not policy.keeps_all:
+            state.check()
         for layer in layers:
             setattr(layer.module, STATE, (state, layer.index))
         return state
 
-    def layout(self, layer: EvictingLayer, block: int) -> Any:
-        """Return the layout of the layers' caches."""
+    def layout(self, layer: EvictingLayer, block: int) -> CacheLayout:
+        """Return the layout of the layers' caches.
+
+        Args:
+            layer: One of the layers.
+            block: Tokens of a block of the manager.
+        """
         raise NotImplementedError
+
+
+def _shape_of(module: Any) -> AttentionShape:
+    """Return scale, soft cap and sinks of a layer's attention; sinks are logits beside those of entries (gpt-oss)."""
+    sinks = getattr(module.impl, "sinks", None)
+    cap = float(module.impl.logits_soft_cap or 0)
+    return AttentionShape(module.impl.scale, cap, sink_logits=None if sinks is None else sinks.detach().float())
 
 
 def _reads_outputs(policy: Any) -> bool:
@@ -101,7 +125,7 @@ def _output_maps(model: torch.nn.Module, modules: dict[str, Any]) -> dict[str, t
     found = {}
     named = dict(model.named_modules())
     for name in modules:
-        projection = getattr(named.get(name.rsplit(".", 1)[0]), "o_proj", None)
+        projection: Any = getattr(named.get(name.rsplit(".", 1)[0]), "o_proj", None)
         method = getattr(projection, "quant_method", None)
         if method is None:
             raise UnsupportedModelError(
@@ -113,20 +137,3 @@ def _output_maps(model: torch.nn.Module, modules: dict[str, Any]) -> dict[str, t
         units = torch.eye(projection.input_size_per_partition, dtype=dtype, device=device)
         found[name] = method.apply(projection, units, bias=None).float()
     return found
-
-
-class MillpondCPUWorker(EvictingWorker, CPUWorker):
-    """vLLM's worker for CPUs, whose requests evict."""
-
-    backend_name = "CPU_ATTN"
-    backend_path = "millpond_vllm.attention_backend.EvictingCPUBackend"
-
-    def layout(self, layer: EvictingLayer, block: int) -> HeadMajorLayout:
-        """Return the layout that the CPU kernels of this processor use."""
-        module = layer.module
-
-        def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-            module.impl.do_kv_cache_update(module, keys, values, cache, slots)
-
-        cache = layer.cache
-        return HeadMajorLayout.probe(layer.n_kv_heads, block, cache.shape[3] // 2, cache.dtype, write)

@@ -1,0 +1,1 @@
+"""Attention backends of vLLM whose full-attention layers evict."""
