@@ -1,3 +1,5 @@
+import pytest
+
 from millpond_vllm.event_times import NEVER, EventTimes
 from millpond_vllm.figures import EVERY_S, EngineTotals, EvictionCounts, FigureReporter, request_figures
 
@@ -53,8 +55,6 @@ def test_the_log_has_a_line_every_ten_seconds_and_one_at_the_end():
 
 
 def test_counters_grow_by_what_is_new():
-    import pytest
-
     client = pytest.importorskip("prometheus_client")
     totals = EngineTotals()
     labels = {"model_name": "m", "engine": "counters"}
@@ -67,6 +67,9 @@ def test_counters_grow_by_what_is_new():
     first.step()
     first.step()
     assert value() == 3
+    totals.evictions.events = 4
+    first.step()
+    assert value() == 4
     second = FigureReporter(EngineTotals(EvictionCounts(5, 0, 0)), labels, print)  # another engine of this process
     second.step()
-    assert value() == 3
+    assert value() == 4

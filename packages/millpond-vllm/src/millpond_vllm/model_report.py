@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from millpond import MillpondError, list_methods
@@ -112,8 +112,22 @@ def report(vllm_config: Any, given: Mapping[str, Any], tokens: int) -> ModelRepo
             check()
         except MillpondError as error:
             found.refusals.append(str(error))
+    return replace(found, refusals=[*found.refusals, *_model_refusals(model.hf_text_config, layers)])
+
+
+def _model_refusals(config: Any, layers: Counter[str]) -> list[str]:
+    """Return what a configuration shows of the refusals that a model meets when it is loaded; see `check_layers`."""
+    found = []
     if not any(layers[kind] for kind in _FULL):
-        found.refusals.append("no layer of this model caches every token: there is nothing to evict from")
+        found.append("no layer of this model caches every token: there is nothing to evict from")
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    if shared:
+        found.append(
+            f"the last {shared} layers share the entries of earlier ones, and would have no say in what is kept; run "
+            "the model without millpond"
+        )
+    if getattr(config, "alibi", False):
+        found.append("the model adds a bias by distance (ALiBi), and rows of evicted entries have moved; run it alone")
     return found
 
 

@@ -42,7 +42,8 @@ def check(
 ) -> None:
     """Say what works for a model here, which share of its KV bytes can be evicted, and what is refused and why.
 
-    Other arguments are those of `vllm serve`. No weights are read. The exit code is 1 where it cannot run.
+    Other arguments are those of `vllm serve`. No weights are read: what only loaded layers show is checked when the
+    server starts. The exit code is 1 where it cannot run.
     """
     given = engine_settings(method, budget, recent, prefill, chunk, force, option)
     console = Console()
