@@ -36,14 +36,6 @@ def test_the_layout_reads_what_the_writer_stored(engine):
     assert torch.equal(layer.cache[torch.tensor([11, 12])], layer.cache[blocks])
 
 
-def test_keeping_everything_is_vllm_alone(engine, tiny_model):
-    texts = prompts(4, 100, 400)
-    got = engine.tokens(texts, NEW, [{"millpond": {"budget": None}}] * 4)
-    dtype = engine.llm.llm_engine.vllm_config.cache_config.cache_dtype
-    alone = Engine(tiny_model, num_gpu_blocks_override=400, kv_cache_dtype=dtype)
-    assert alone.tokens(texts, NEW) == got
-
-
 def test_requests_evict(engine):
     texts = prompts(4, 200, 400)
     outputs = engine.outputs(texts, NEW)
@@ -51,3 +43,11 @@ def test_requests_evict(engine):
     assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
     again = engine.tokens(texts, NEW)
     assert again == [list(one.outputs[0].token_ids) for one in outputs]
+
+
+def test_keeping_everything_is_vllm_alone(engine, tiny_model):
+    texts = prompts(4, 100, 400)
+    got = engine.tokens(texts, NEW, [{"millpond": {"budget": None}}] * 4)
+    dtype = engine.llm.llm_engine.vllm_config.cache_config.cache_dtype
+    alone = Engine(tiny_model, num_gpu_blocks_override=400, kv_cache_dtype=dtype)
+    assert alone.tokens(texts, NEW) == got
