@@ -123,7 +123,9 @@ def plain_queries(layer: Any, query: Tensor) -> Tensor:
     """Return queries (T, Hq, D) in a dtype that scores read: some backends take them in 8 bits, with a factor."""
     if query.dtype.itemsize > 1:
         return query
-    return (query.float() * layer._q_scale.to(torch.float32)).to(layer.dtype)
+    scale: Tensor = layer._q_scale
+    dtype: torch.dtype = layer.dtype
+    return (query.float() * scale.to(torch.float32)).to(dtype)
 
 
 class EvictingBackend:
