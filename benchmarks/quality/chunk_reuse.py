@@ -1,28 +1,37 @@
-"""KL divergence of prompts that reuse stored chunks from the same prompts computed in full.
+"""What chunks of a store cost and save: the figures of the page on retrieved texts, part by part.
 
-Usage: python benchmarks/quality/chunk_reuse.py TEXT [--model smollm2-135m] [--windows 20] [--chunks 6] [--tokens 96]
-    [--suffix 32] [--context 192] [--threads 1] [--seed 0] [--rest FORMATS] [--out benchmarks/results/chunk-reuse]
+Usage: python benchmarks/quality/chunk_reuse.py TEXT [--part picks] [--model smollm2-135m] [--windows 20] [--chunks 6]
+    [--tokens 96] [--suffix 32] [--context 192] [--threads 1] [--seed 0] [--rest FORMATS]
+    [--out benchmarks/results/chunk-reuse-smollm2]
 
-A window is `chunks` x `tokens` tokens of the text and the `suffix` tokens behind them, from evenly spaced places. Each
-chunk is stored once alone, and once behind `context` tokens from another place of the text. The prompt is the window
-with its chunks from the store; the number is KL(full || reused), in nats, the mean over the suffix. Ratios are of means
-over windows, with a bootstrap over windows that draws both sides together. float32, greedy of nothing: no sampling.
+Parts of windows, each `chunks` x `tokens` tokens of the text and the `suffix` tokens behind them, from evenly spaced
+places. Each chunk is stored behind `context` tokens from another place of the text. The prompt is the window with its
+chunks from the store; the number is KL(full || reused), in nats, the mean over the suffix. Ratios are of means over
+windows, with a bootstrap over windows that draws both sides together. float32, greedy of nothing: no sampling.
 
-With --rest (such as auto,bf16,int8,int4) number formats of the store are compared instead of picks: of chunks stored
-behind another text, and of the same prompt once more, where nothing but the format can differ.
+  picks     what is computed again, and which tokens; also of chunks stored alone.
+  formats   number formats of the store (--rest auto,bf16,int8,int4), and the same prompt once more, where nothing but
+            the format can differ.
+  focus     tokens of chunks out of the question's focus end early: row-layers and divergence.
+  variants  the first chunk behind the second and behind the third in turns: what each round computes, with further
+            variants and without.
+
+Parts of streams and times, see `chunk_streams.py`: zipf, room, preload, alpha. --model random is a tiny random model.
+A run goes on from the units that the file of --out has of the same settings.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from chunk_rows import Kept, interval, ratio
+from chunk_streams import STREAMS, model_named
 from torch import Tensor
 
 import millpond as mp
@@ -33,26 +42,43 @@ from millpond.engine.engine import Engine
 from millpond.engine.request import CacheOptions
 from millpond.engine.step_executor import PromptSegment, run
 from millpond.policy.reuse import Pick
-from millpond_lab.bench.common.machine import describe_machine
 from millpond_lab.bench.common.report import markdown_table
 
 SHARES = (0.05, 0.15, 0.30)
 PICKS: tuple[Pick, ...] = ("attention", "head", "deviation", "random")
 ALPHA = 0.17  # of `auto`: about 15 % of chunks with nothing in common with their old context
+#: alpha, focus and coverage; the first one is what the others are compared with.
+FOCUSES = (
+    (ALPHA, 0, 0.5),
+    *((ALPHA, layers, 0.5) for layers in (2, 4, 6)),
+    (ALPHA, 6, 0.7),
+    (ALPHA, 4, 0.9),
+    (0.25, 4, 0.5),
+    (0.25, 6, 0.7),
+)
+ROUNDS = 4  #: of each two contexts
+#: Name of a setting -> KL, and the share of the chunk tokens that was computed.
+Measured = dict[str, tuple[float, float]]
+Windowed = Callable[["Reader", list[np.ndarray], list[np.ndarray], argparse.Namespace], Measured]
 
 
 class Reader:
     """A model that reads prompts of parts, each with its own store."""
 
     def __init__(self, name: str, suffix: int) -> None:
-        self._model = mp.load_model(name, "f32")
+        self._model = model_named(name)
         self._mark = model_mark(self._model, None)
         self._engine = Engine(self._model, method="full")
         self._suffix = suffix
 
-    def store(self, rest: str = "auto") -> ChunkReuse:
-        store = ChunkStore(None, memory="4GiB", alpha=ALPHA, dtype=rest)
+    def store(self, rest: str = "auto", keep_above: float = 1) -> ChunkReuse:
+        """A store in memory; its chunks stay as they were stored first, unless `keep_above` is below 1."""
+        store = ChunkStore(None, memory="4GiB", alpha=ALPHA, dtype=rest, keep_above=keep_above)
         return ChunkReuse(store, self._engine._model, self._mark)
+
+    @property
+    def n_layers(self) -> int:
+        return len(self._engine._model.layers)
 
     def read(
         self, reuse: ChunkReuse, parts: Sequence[np.ndarray], recompute: Any, pick: Pick = "attention"
@@ -94,7 +120,7 @@ def windows(ids: np.ndarray, args: argparse.Namespace) -> Iterator[tuple[list[np
         yield np.split(window, cuts), [ids[at : at + args.context] for at in far]
 
 
-def measure(reader: Reader, parts: list[np.ndarray], foreign: list[np.ndarray]) -> dict[str, tuple[float, float]]:
+def measure(reader: Reader, parts: list[np.ndarray], foreign: list[np.ndarray], _: argparse.Namespace) -> Measured:
     """KL and share of the chunk tokens that were computed, by setting."""
     alone, behind = reader.store(), reader.store()
     end = parts[-1]
@@ -114,24 +140,29 @@ def measure(reader: Reader, parts: list[np.ndarray], foreign: list[np.ndarray]) 
         for share in SHARES
         for pick in (PICKS if share < SHARES[-1] else PICKS[:2])
     ]
-    found: dict[str, tuple[float, float]] = {}
+    found: Measured = {}
     for name, reuse, recompute, pick in settings:
         got, share = reader.read(reuse, parts, recompute, pick)
-        found[name] = float((full.exp() * (full - got)).sum(-1).mean()), share
+        found[name] = divergence(full, got), share
     return found
 
 
+def divergence(full: Tensor, got: Tensor) -> float:
+    """KL(full || got), in nats, the mean over rows of log probabilities."""
+    return float((full.exp() * (full - got)).sum(-1).mean())
+
+
 def measure_formats(
-    reader: Reader, parts: list[np.ndarray], foreign: list[np.ndarray], formats: Sequence[str]
-) -> dict[str, tuple[float, float]]:
+    reader: Reader, parts: list[np.ndarray], foreign: list[np.ndarray], args: argparse.Namespace
+) -> Measured:
     """As `measure`, for number formats."""
     full, _ = reader.read(reader.store(), parts, 1)
     alone = reader.store()
     for chunk in parts[:-1]:
         reader.read(alone, [chunk, parts[-1][:1]], "auto")
-    found: dict[str, tuple[float, float]] = {}
+    found: Measured = {}
     settings: list[tuple[str, ChunkReuse, Any]] = [("alone / nothing", alone, 0)]
-    for rest in formats:
+    for rest in args.rest:
         behind, same = reader.store(rest), reader.store(rest)
         for chunk, context in zip(parts[:-1], foreign, strict=True):
             stored_behind(reader, behind, context, chunk)
@@ -141,7 +172,41 @@ def measure_formats(
         settings.append((f"the same prompt{', float32' if rest == 'auto' else name}", same, 0))
     for name, reuse, recompute in settings:
         got, share = reader.read(reuse, parts, recompute)
-        found[name] = float((full.exp() * (full - got)).sum(-1).mean()), share
+        found[name] = divergence(full, got), share
+    return found
+
+
+def measure_focus(
+    reader: Reader, parts: list[np.ndarray], foreign: list[np.ndarray], _: argparse.Namespace
+) -> Measured:
+    """As `measure`, for focuses; the share is of the row-layers of chunks."""
+    behind = reader.store()
+    for chunk, context in zip(parts[:-1], foreign, strict=True):
+        stored_behind(reader, behind, context, chunk)
+    full, _share = reader.read(behind, parts, 1)
+    n_rows, store = sum(map(len, parts[:-1])) * reader.n_layers, behind.store
+    found: Measured = {}
+    for alpha, layers, coverage in FOCUSES:
+        store.alpha, store.focus, store.coverage = alpha, layers, coverage
+        before = store.stats().left_out
+        got, share = reader.read(behind, parts, "auto")
+        name = f"alpha {alpha:g}, focus {layers}" + (f", coverage {coverage:g}" if layers else "")
+        found[name] = divergence(full, got), share - (store.stats().left_out - before) / n_rows
+    return found
+
+
+def measure_variants(reader: Reader, parts: list[np.ndarray], _: list[np.ndarray], __: argparse.Namespace) -> Measured:
+    """As `measure`, of a chunk behind two others in turns, by round."""
+    chunk, end = parts[0], parts[-1]
+    prompts = [[lead, chunk, end] for lead in parts[1:3]]
+    fulls = [reader.read(reader.store(), prompt, 1)[0] for prompt in prompts]
+    found: Measured = {}
+    for name, keep_above in (("kept", 0.05), ("none", 1.0)):
+        store = reader.store(keep_above=keep_above)
+        for turn in range(ROUNDS):
+            read = [reader.read(store, prompt, "auto") for prompt in prompts]
+            kl = np.mean([divergence(full, got) for full, (got, _share) in zip(fulls, read, strict=True)])
+            found[f"{name}, round {turn + 1}"] = float(kl), float(np.mean([share for _got, share in read]))
     return found
 
 
@@ -158,81 +223,96 @@ def stored_behind(reader: Reader, reuse: ChunkReuse, context: np.ndarray, chunk:
     stack.clear()
 
 
-def ratio(top: np.ndarray, base: np.ndarray, seed: int = 7) -> tuple[float, float, float]:
-    """Ratio of means, and its 95 % interval by a bootstrap over windows."""
-    drawn = np.random.default_rng(seed).integers(0, len(top), (2000, len(top)))
-    low, high = np.percentile(top[drawn].mean(1) / base[drawn].mean(1), [2.5, 97.5])
-    return float(top.mean() / base.mean()), float(low), float(high)
-
-
-def table(rows: dict[str, list[tuple[float, float]]]) -> tuple[str, list[dict[str, Any]]]:
-    kl = {name: np.array([one for one, _ in found]) for name, found in rows.items()}
+def picks_page(found: list[Measured]) -> tuple[str, list[dict[str, Any]]]:
+    """Settings against the chunks used as they are, stored alone and behind another text."""
+    kl = {name: np.array([window[name][0] for window in found]) for name in found[0]}
     lines, data = [], []
-    for name, found in rows.items():
-        share = float(np.mean([one for _, one in found]))
-        against_alone = ratio(kl[name], kl["alone / nothing"])
-        against_behind = ratio(kl[name], kl["behind / nothing"])
+    for name in kl:
+        share = float(np.mean([window[name][1] for window in found]))
+        alone, behind = ratio(kl[name], kl["alone / nothing"]), ratio(kl[name], kl["behind / nothing"])
         data.append(
-            {
-                "setting": name,
-                "kl": float(kl[name].mean()),
-                "computed": share,
-                "of_alone": against_alone,
-                "of_behind": against_behind,
-                "windows": kl[name].tolist(),
-            }
+            {"setting": name, "kl": float(kl[name].mean()), "computed": share, "of_alone": alone, "of_behind": behind}
         )
-        lines.append(
-            (
-                name,
-                f"{max(kl[name].mean(), 0):.4f}",
-                f"{share:.1%}",
-                *(f"{mid:.2f} [{low:.2f}, {high:.2f}]" for mid, low, high in (against_alone, against_behind)),
-            )
-        )
+        lines.append((name, f"{max(kl[name].mean(), 0):.4f}", f"{share:.1%}", interval(alone), interval(behind)))
     head = ("stored / computed again", "KL, nats", "of chunk tokens", "x naive, stored alone", "x naive, stored behind")
     return markdown_table(head, lines), data
+
+
+def focus_page(found: list[Measured]) -> tuple[str, list[dict[str, Any]]]:
+    """Focuses against none."""
+    kl = {name: np.array([window[name][0] for window in found]) for name in found[0]}
+    rows = {name: np.array([window[name][1] for window in found]) for name in found[0]}
+    base = next(iter(kl))
+    lines, data = [], []
+    for name in kl:
+        fewer, against = 1 - float(rows[name].mean() / rows[base].mean()), ratio(kl[name], kl[base])
+        data.append({"setting": name, "kl": float(kl[name].mean()), "fewer_row_layers": fewer, "of_base": against})
+        lines.append((name, f"{kl[name].mean():.4f}", f"{fewer:.0%}", interval(against)))
+    return markdown_table(("setting", "KL, nats", "fewer row-layers", f"KL, x {base}"), lines), data
+
+
+def variants_page(found: list[Measured]) -> tuple[str, list[dict[str, Any]]]:
+    """Rounds, with further variants and without."""
+    lines, data = [], []
+    for name in found[0]:
+        kl, share = (float(np.mean([window[name][part] for window in found])) for part in (0, 1))
+        data.append({"setting": name, "kl": kl, "computed": share})
+        lines.append((name, f"{max(kl, 0):.4f}", f"{share:.1%}"))
+    return markdown_table(("further variants, round", "KL, nats", "of chunk tokens computed"), lines), data
+
+
+WINDOWED: dict[str, tuple[Windowed, Callable[[list[Measured]], tuple[str, list[dict[str, Any]]]]]] = {
+    "picks": (measure, picks_page),
+    "formats": (measure_formats, picks_page),
+    "focus": (measure_focus, focus_page),
+    "variants": (measure_variants, variants_page),
+}
+
+
+def run_windows(ids: np.ndarray, args: argparse.Namespace, kept: Kept) -> None:
+    """Measure the windows of a part that the file does not have, and write its page."""
+    measure_window, page_of = WINDOWED[args.part]
+    reader = Reader(args.model, args.suffix)
+    found = [
+        kept.unit(f"window {number + 1} of {args.windows}", partial(measure_window, reader, parts, foreign, args))
+        for number, (parts, foreign) in enumerate(windows(ids, args))
+    ]
+    shown, rows = page_of(found)
+    page = (
+        f"# Reused chunks on {args.model}: {args.part}\n\n{len(found)} windows of {args.chunks} x {args.tokens} tokens "
+    )
+    page += (
+        f"of `{args.text.name}` and {args.suffix} behind them, float32; intervals are 95 %, over windows.\n\n{shown}"
+    )
+    kept.write(page, rows=rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path)
+    parser.add_argument("--part", choices=[*WINDOWED, *STREAMS], default="picks")
     parser.add_argument("--model", default="smollm2-135m")
     for name, value in (("windows", 20), ("chunks", 6), ("tokens", 96), ("suffix", 32), ("context", 192)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    for name, value in (("queries", 60), ("seeds", 3), ("repeats", 3)):
+        parser.add_argument(f"--{name}", type=int, default=value, help="of streams and times")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rest", type=lambda text: text.split(","), help="formats; the first must be auto")
+    parser.add_argument(
+        "--rest", type=lambda text: text.split(","), default=["auto"], help="formats; auto is the first"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    settings = {name: value for name, value in vars(args).items() if name not in ("out", "text")}
+    kept = Kept(args.out, {"text": args.text.name, **settings, "alpha_of_auto": ALPHA})
+    if args.part in STREAMS:
+        STREAMS[args.part](args, kept)
+        return
     tokenizer = mp.load_tokenizer(args.model)
     text = args.text.read_text(encoding="utf-8")
     ids = np.array(tokenizer(text[:600_000], add_special_tokens=False)["input_ids"], dtype=np.int64)
-    reader, rows = Reader(args.model, args.suffix), {}
-    began = time.perf_counter()
-    for number, (parts, foreign) in enumerate(windows(ids, args)):
-        formats = args.rest and measure_formats(reader, parts, foreign, args.rest)
-        for name, found in (formats or measure(reader, parts, foreign)).items():
-            rows.setdefault(name, []).append(found)
-        print(f"window {number + 1} of {args.windows}, {time.perf_counter() - began:.0f} s", flush=True)
-        if args.out is not None and (number + 1) % 5 == 0:
-            write(args, rows)
-    print(table(rows)[0])
-    if args.out is not None:
-        write(args, rows)
-
-
-def write(args: argparse.Namespace, rows: dict[str, list[tuple[float, float]]]) -> None:
-    shown, data = table(rows)
-    n = len(next(iter(rows.values())))
-    settings = {name: value for name, value in vars(args).items() if name not in ("out", "text")}
-    about = {"text": args.text.name, "windows_done": n, **settings, "alpha_of_auto": ALPHA}
-    report = describe_machine().header("chunk-reuse") | {"settings": about, "rows": data}
-    args.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    page = f"# Reused chunks on {args.model}\n\n{n} windows of {args.chunks} x {args.tokens} tokens of "
-    page += f"`{args.text.name}` and {args.suffix} behind them, float32; intervals are 95 %, over windows.\n\n{shown}\n"
-    args.out.with_suffix(".md").write_text(page, encoding="utf-8")
+    run_windows(ids, args, kept)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 #   benchmarks/quality/gate.sh
 # Ten tasks at 1,024 words: the score and the share that is kept of each, where the gate alone says how much; and with a
 # lower threshold, which keeps twice as much. Twenty minutes on one core; goes on where it stopped.
-# BIN: folder of the programs. SAMPLES, TASKS: what is run. GATE: another file of gates. OUT: another folder of results.
-# The samples come from streams that no training reads.
+# BIN: folder of the programs. SAMPLES, TASKS, METHODS: what is run. GATE: another file of gates. OUT: another folder of
+# results. The samples come from streams that no training reads.
+# The rows of benchmarks/results/gate are those of flags that act at a prompt's end (METHODS with acts=end: the default
+# then); METHODS=attention_gate OUT=benchmarks/results/gate-inside gave those of flags inside it.
 set -eu
 cd "$(dirname "$0")/../.."
 bin=${BIN:-.venv/bin}
@@ -18,4 +20,4 @@ done
 gate=attention_gate${GATE:+:gate=$GATE}
 
 "$bin/millpond" eval --model pond-recall --tasks "${list#,}" --protocol agnostic --seed 1301 --threads 1 \
-  --method "full,$gate,$gate:threshold=0.42" --samples "${SAMPLES:-60}" --out "${OUT:-benchmarks/results/gate}"
+  --method "${METHODS:-full,$gate,$gate:threshold=0.42}" --samples "${SAMPLES:-60}" --out "${OUT:-benchmarks/results/gate}"

@@ -1,7 +1,7 @@
 #!/bin/sh
 # The committed results about quality, into benchmarks/results/quality. Hours on two cores; goes on where it stopped.
-#   benchmarks/quality/quality.sh PART ...    of: aware agnostic trained parts picture text text-long codecs codecs-text peers curves
-#                                     curve-peers curve-merge needles needle-map text-pairs fidelity-text orderings
+#   benchmarks/quality/quality.sh PART ...    of: aware agnostic trained parts picture text text-long codecs codecs-text codecs-text-papers
+#                                     peers curves curve-peers curve-merge needles needle-map text-pairs fidelity-text orderings
 #                                     orderings-text bytes orderings-bytes pools; then make docs
 # BIN: folder of the programs. SAMPLES: of each task; PART_SAMPLES, TEXT_SAMPLES: of those parts. THREADS: of torch.
 # METHODS: of aware and agnostic, beside full, TEXT_METHODS: of text, PICTURED: of the picture, ABLATIONS: of parts and
@@ -131,6 +131,16 @@ tova,h2o,streaming,window,random}" --out docs/images --format svg
         --out "$out/../codecs-text"
       "$bin/millpond" plot "$out/../codecs-text" --out docs/images --format svg
       ;;
+    codecs-text-papers)
+      # formats of papers, and MiKV's tiers beside h2o without them
+      mkdir -p out
+      cp "${DATA:?names a folder with great_expectations.txt, which pond-text has not read}/great_expectations.txt" out
+      novel=text:path=out/great_expectations.txt:context_len=1024:stride=1280
+      evaluate --samples "${CODEC_SAMPLES:-32}" --model pond-text --tasks "$novel" --method full \
+        --codec "${PAPER_CODECS:-bf16,rotated3}" --out "$out/../codecs-text-papers"
+      evaluate --samples "${CODEC_SAMPLES:-32}" --model pond-text --tasks "$novel" --method h2o --budget 20% \
+        --codec "${TIERS:-bf16,mikv,mikv3,mikv4}" --out "$out/../codecs-text-papers"
+      ;;
     curves)
       for protocol in $protocols; do
         case $protocol in aware) references=full,oracle ;; *) references=full ;; esac
@@ -232,8 +242,8 @@ elastic${variants:+,$variants}" --out "$out/pairs-text"
       "$bin/python" benchmarks/quality/orderings.py "$out/pairs-text" --renew --out "$out/orderings.json"
       ;;
     *)
-      echo "no part called $part; there are: aware agnostic trained parts picture text text-long codecs codecs-text peers curves" \
-        "curve-peers curve-merge needles needle-map text-pairs fidelity-text orderings orderings-text bytes" \
+      echo "no part called $part; there are: aware agnostic trained parts picture text text-long codecs codecs-text" \
+        "codecs-text-papers peers curves curve-peers curve-merge needles needle-map text-pairs fidelity-text orderings orderings-text bytes" \
         "orderings-bytes pools" >&2
       exit 2
       ;;

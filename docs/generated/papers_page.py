@@ -90,10 +90,13 @@ SERVING = (
         "BatchLLM (Zheng et al., MLSys 2026, arXiv:2412.03594)",
         ("src/millpond/engine/batch_plan.py", "src/millpond/engine/shared_prefixes.py"),
         ("tests/engine/batch/test_plan.py", "tests/engine/batch/test_memory_centric.py"),
-        "[batch.md](../../benchmarks/results/batch.md): 82.4 % of the tokens spared, arrival takes 3.0 times as long",
+        "[batch.md](../../benchmarks/results/batch.md): 82.4 % of the tokens spared, arrival takes 3.0 times as long; "
+        "[fused-attention.json](../../benchmarks/results/fused-attention.json): one loop takes 0.94 of two calls, half "
+        "shared",
         "Common beginnings on all levels (the paper's single level: `levels=1`). Steps of a batch are filled by memory "
-        "where `kv_memory` limits it, and by the plan with KV on a disk, where beginnings are shared too. Missing: "
-        "horizontal fusion (a common beginning and the rest of a prompt are attended by separate calls).",
+        "where `kv_memory` limits it, and by the plan with KV on a disk, where beginnings are shared too. "
+        "Horizontal fusion for decoding steps over plain entries on a CPU; a GPU and codes have a call for each part, "
+        "and each prompt reads its beginning itself ([why](../explanation/engine.md#prefix-sharing)).",
     ),
     (
         "ChunkAttention (Ye et al., ACL 2024, arXiv:2402.15220)",
@@ -144,8 +147,8 @@ SERVING = (
         "[whether-to-split-2.md](../../benchmarks/results/whether-to-split-2.md): simulated, chat with `h2o` at 20 % "
         "and int4, 3.92 requests a second and device together, 2.76 apart",
         "Replanning gives workers the other role, one at a time, by measured seconds; the paper searches again by "
-        "simulation. A pipeline is one of processes on a CPU, for batches; layers that several devices share are left "
-        "to vLLM.",
+        "simulation. A pipeline is one of processes on a CPU, for batches and for a server, and no worker of a "
+        "cluster; layers that several devices share are left to vLLM.",
     ),
 )
 TASKS_INTRO = """\

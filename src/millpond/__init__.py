@@ -36,10 +36,12 @@ if TYPE_CHECKING:
     from millpond.hf.ask import TextAnswer as TextAnswer
     from millpond.hf.ask import ask as ask
     from millpond.hf.cache import MillpondCache as MillpondCache
+    from millpond.hf.calibration.transform import calibrate_transform as calibrate_transform
     from millpond.hf.compress import compress as compress
     from millpond.hf.document import restore_document as restore_document
     from millpond.hf.document import save_document as save_document
     from millpond.hf.stats import CacheStats as CacheStats
+    from millpond.hf.text_storage import TextStorage as TextStorage
     from millpond.methods import list_methods as list_methods
     from millpond.models.load import load_model as load_model
     from millpond.models.load import load_tokenizer as load_tokenizer
@@ -75,9 +77,11 @@ _HOME = {
     "PromptMarks": "millpond.prompt_marks",
     "SamplingParams": "millpond.engine.sampling.params",
     "TextAnswer": "millpond.hf.ask",
+    "TextStorage": "millpond.hf.text_storage",
     "UnsupportedModelError": "millpond.errors",
     "WouldForgetError": "millpond.errors",
     "ask": "millpond.hf.ask",
+    "calibrate_transform": "millpond.hf.calibration.transform",
     "compress": "millpond.hf.compress",
     "fit": "millpond_lab.fit",
     "list_codecs": "millpond.codec",

@@ -4,10 +4,12 @@ A package names its modules under the entry points `millpond.methods` and `millp
 """
 
 from millpond.kernels.args import AttentionShape, PrefillArgs, WindowSignalArgs
+from millpond.kernels.block_args import BlockSumsArgs, KeyOrder
 from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal
-from millpond.kernels.ops import prefill, window_signal
+from millpond.kernels.ops import block_sums, prefill, window_signal
 from millpond.methods import make_policy, method
 from millpond.option_files import FILE
+from millpond.option_pairs import parse_options
 from millpond.option_ranges import Range, brief
 from millpond.policy.eviction_plan import EvictionPlan
 from millpond.policy.head_allocation import Ada, HeadAllocation, PromptHeadAllocation, Uniform
@@ -26,19 +28,21 @@ from millpond.policy.scores.attention import (
     Score,
     WindowAttention,
 )
-from millpond.policy.scores.query_moments import QueryMoments, QueryView
+from millpond.policy.scores.query_moments import QueryMoments, QueryView, Rotate
 from millpond.policy.view import View
 
 __all__ = [  # noqa: RUF022 (plainly sorted)
     "AccumulatedAttention",
     "Ada",
     "AttentionShape",
+    "BlockSumsArgs",
     "DecodeRule",
     "EvenLayers",
     "Evict",
     "EvictionPlan",
     "FILE",
     "HeadAllocation",
+    "KeyOrder",
     "LastAttention",
     "LayerAllocation",
     "LayerTable",
@@ -60,15 +64,18 @@ __all__ = [  # noqa: RUF022 (plainly sorted)
     "Range",
     "Recency",
     "Reduce",
+    "Rotate",
     "Score",
     "Signal",
     "Uniform",
     "View",
     "WindowAttention",
     "WindowSignalArgs",
+    "block_sums",
     "brief",
     "make_policy",
     "method",
+    "parse_options",
     "prefill",
     "window_signal",
 ]

@@ -47,7 +47,8 @@ def test_small_runs_are_not_worth_a_call() -> None:
 def test_a_batch_of_one_prompt_decodes_as_alone(method: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_prefix, "MIN_SHARED_ENTRIES", 1)
     calls = []
-    monkeypatch.setattr(ops, "attend", lambda *args, real=ops.attend, **more: calls.append(1) or real(*args, **more))
+    real = ops.decode_shared
+    monkeypatch.setattr(ops, "decode_shared", lambda args: calls.append(1) or real(args))
     model = llama(heads="gqa")
     gen = torch.Generator().manual_seed(3)
     prompt, later = torch.randint(5, 60, (1, 50), generator=gen), torch.randint(5, 60, (3, 12), generator=gen)
@@ -67,7 +68,7 @@ def test_a_batch_of_one_prompt_decodes_as_alone(method: dict[str, Any], monkeypa
 
 def test_methods_that_write_scores_have_pages_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_prefix, "MIN_SHARED_ENTRIES", 1)
-    monkeypatch.setattr(ops, "attend", lambda *_, **__: pytest.fail("a score goes into every slot"))
+    monkeypatch.setattr(ops, "decode_shared", lambda *_, **__: pytest.fail("a score goes into every slot"))
     model = llama(heads="gqa")
     with torch.no_grad(), mp.compress(model, "h2o", 20, page_slots=8) as cache:
         model(torch.randint(5, 60, (1, 50)), cache=cache)

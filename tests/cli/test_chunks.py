@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
+from millpond.cache.chunks.store import ChunkStore
 from millpond.cli.app import app
+from millpond.cli.chunk_options import ChunkChoice
 
 TEXT = "anna kettle and river\n\nquiet rain past the meadow\n\nold stone on the river\n"
 
@@ -56,3 +60,79 @@ def test_what_is_refused(tmp_path: Path) -> None:
     empty = tmp_path / "empty.txt"
     empty.write_text("\n \n")
     assert "hold no text" in run("add", tmp_path / "s", empty)[1]
+
+
+#: Flags of a store on the command line, and its attributes.
+FLAGS = {
+    "--chunk-variants": (2, "variants"),
+    "--chunk-keep-above": (0.2, "keep_above"),
+    "--chunk-alpha": (0.3, "alpha"),
+    "--chunk-focus": (3, "focus"),
+    "--chunk-coverage": (0.75, "coverage"),
+    "--chunk-dtype": ("int8", "dtype"),
+    "--chunk-rule": ("craft", "rule"),
+    "--chunk-load-timeout": (3.5, "load_timeout_s"),
+}
+
+
+def engine_commands(tmp_path: Path) -> dict[str, list[str]]:
+    """Commands that open an engine with a chunk store."""
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text("")
+    return {"serve": [], "batch": [str(requests), "--out", str(tmp_path / "answers.jsonl")]}
+
+
+@pytest.mark.parametrize("command", ["serve", "batch"])
+def test_flags_reach_the_store(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Opened(Exception):
+        """Instead of a model."""
+
+    seen: list[ChunkStore] = []
+
+    def opened(_: Any, config: Any, **__: Any) -> None:
+        seen.append(config.chunk_store)
+        raise Opened
+
+    monkeypatch.setattr("millpond.engine.async_llm.AsyncLLM.__init__", lambda _, *given, **more: opened(*given, **more))
+    flags = [text for flag, (value, _) in FLAGS.items() for text in (flag, str(value))]
+    arguments = [command, *engine_commands(tmp_path)[command], "--chunk-store", str(tmp_path / "store")]
+    done = CliRunner().invoke(app, [*arguments, "--chunk-memory", "1MiB", "--chunk-disk", "2MiB", *flags])
+    assert isinstance(done.exception, Opened), done.output
+    (store,) = seen
+    assert {name: getattr(store, name) for _, name in FLAGS.values()} == {name: value for value, name in FLAGS.values()}
+    assert (store.memory, store.disk) == (2**20, 2**21)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("--chunk-variants", "0", "variants=0 of a chunk: must be at least 1"),
+        ("--chunk-keep-above", "1.5", "keep_above=1.5 must be a CFO, from 0 to 1"),
+        ("--chunk-keep-above", "nan", "keep_above=nan must be a CFO"),
+        ("--chunk-alpha", "0", "alpha=0.0 must be a number above 0"),
+        ("--chunk-alpha", "inf", "alpha=inf must be a number above 0"),
+        ("--chunk-focus", "-1", "focus=-1 must be a number of layers"),
+        ("--chunk-coverage", "0", "coverage=0.0 must be a share above 0"),
+        ("--chunk-coverage", "nan", "coverage=nan must be a share above 0"),
+        ("--chunk-load-timeout", "0", "load_timeout_s=0.0 must be a number of seconds above 0"),
+        ("--chunk-rule", "lrv", "did you mean 'lru'"),
+    ],
+)
+@pytest.mark.parametrize("command", ["serve", "batch"])
+def test_a_value_out_of_range_is_refused_before_a_model_is_read(
+    command: str, flag: str, value: str, words: str, tmp_path: Path
+) -> None:
+    arguments = [command, *engine_commands(tmp_path)[command], "--model", "no-such-model", flag, value]
+    done = CliRunner().invoke(app, [*arguments, "--chunk-store", str(tmp_path / "store")])
+    assert (done.exit_code, words in done.stderr) == (2, True), done.output
+    assert "Traceback" not in done.output
+    assert not (tmp_path / "store").exists()
+    alone = CliRunner().invoke(app, arguments)
+    assert (alone.exit_code, f"{flag} needs --chunk-store" in alone.stderr) == (2, True)
+
+
+def test_the_defaults_of_the_flags_are_those_of_the_store(tmp_path: Path) -> None:
+    assert ChunkChoice().store() is None
+    made, usual = ChunkChoice(chunk_store=tmp_path).store(), ChunkStore(tmp_path)
+    names = ("memory", "disk", *(name for _, name in FLAGS.values()))
+    assert [getattr(made, name) for name in names] == [getattr(usual, name) for name in names]

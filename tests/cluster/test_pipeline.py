@@ -61,7 +61,7 @@ def test_two_processes_give_the_tokens_of_one(
         assert [len(one.engine._parts.snapshots._shapes) for one in pipeline._stage._llms] == [1] * micro_batches
         (drawn,) = tokens(pipeline.generate(PROMPTS[0], params(seed=None)))
         assert len(drawn) == 12, "both processes draw the same tokens without a seed"
-        (process,) = pipeline._processes
+        (process,) = pipeline._others.processes
         process.kill()
         process.join()
         with pytest.raises(StageLostError, match="ended"):

@@ -73,6 +73,13 @@ def test_a_ratio_that_drops_nothing_is_refused(name: str, side: str) -> None:
         pools.packed(0, 32, 32, torch.device("cpu"))
 
 
+@pytest.mark.parametrize(("name", "dim", "kept"), [("think_kivi2:0.5:0.5", 32, 16), ("think_kivi2:0:0.25", 64, 48)])
+def test_channels_that_groups_do_not_divide_are_refused(name: str, dim: int, kept: int) -> None:
+    pools = PoolSet(named(name), 16, MemoryLimit(None), masses=False)
+    with pytest.raises(OptionError, match=f"leaves {kept} of {dim} value channels.*groups of 32; give a ratio"):
+        pools.packed(0, dim, dim, torch.device("cpu"))
+
+
 def test_value_channels_are_dropped_on_a_cpu_alone() -> None:
     pools = PoolSet(named("think:0.5:0.3"), 16, MemoryLimit(None), masses=False)
     with pytest.raises(OptionError, match=r"CPU alone.*'think:0.5'"):

@@ -14,7 +14,8 @@ from tests.helpers.engine.helpers import add, alone, engine_for, greedy, prompt,
 def test_what_prompts_begin_with_is_read_once(sharing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_prefix, "MIN_SHARED_ENTRIES", 8)
     calls = []
-    monkeypatch.setattr(ops, "attend", lambda *args, real=ops.attend, **more: calls.append(1) or real(*args, **more))
+    real = ops.decode_shared
+    monkeypatch.setattr(ops, "decode_shared", lambda args: calls.append(1) or real(args))
     engine = engine_for("full", prefix_cache=sharing)
     add(engine, Request(request_id="first", prompt=prompt(57), params=greedy(1)))
     finish_one = engine.drain()

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 import millpond as mp
+from millpond.codec.transform.transform_file import load_transform
 from millpond.engine.request import Request
 from millpond.engine.transfer.container import unpack
 from millpond.engine.transfer.request_snapshot import FORMAT, Ages, CompletionSnapshot, RequestSnapshot
 from tests.helpers.formats import engine_files
+from tests.helpers.formats.coded import TRANSFORM, coded_content
 from tests.helpers.formats.documents import DOCUMENTS, FOLDER, content, parts
 from tests.helpers.formats.files import KEPT, chat, same
 from tests.helpers.formats.model import DATA
@@ -100,6 +102,14 @@ def test_documents_have_every_part() -> None:
         "dropped",
         "state.0.conv.0",
     }
+
+
+def test_a_text_in_the_codec_transform(tmp_path: Path) -> None:
+    """Decoding gives equal bits on every machine: sums have one order."""
+    expected = EXPECTED["coded"]
+    assert plain(coded_content(expected["question"])[0]) == expected
+    load_transform(TRANSFORM).save(tmp_path / "again")
+    assert same((tmp_path / "again").read_bytes(), TRANSFORM.read_bytes())
 
 
 @pytest.mark.parametrize("name", KEPT)

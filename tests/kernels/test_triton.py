@@ -39,6 +39,7 @@ from millpond.kernels.pages import PageArrays
 from tests.helpers.examples import examples
 from tests.helpers.kernels.args import decode_args, prefill_args, write_args
 from tests.helpers.kernels.make import clone_pages
+from tests.kernels.test_decode_shared import both, nested, runs_of, tree
 
 rules = st.builds(
     DecodeRule,
@@ -361,3 +362,11 @@ def test_unbounded_regions_grow() -> None:
         assert gone.tolist() == [-1, -1]
     assert lens.tolist() == [4, 4]
     assert gpu.read(PageRegions(pages, table, lens), 4)[2].tolist() == [[0, 1, 2, 3]] * 2
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the calls are made on the CPU")
+def test_own_and_shared_entries_are_one_attention() -> None:
+    case = nested()
+    expected, found = both(*tree(case, runs_of(case)), gpu)
+    close(found.out, expected.out, case.dtype)
+    close(found.lse, expected.lse, case.dtype)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import millpond as mp
+from millpond.cache.pages.table_bytes import own_bytes
 from tests.helpers.matrix.models import llama, prompts
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -162,7 +163,7 @@ def test_bytes_are_real_and_freed(method: str) -> None:
         regions = len(cache.layers) * 2 * 2
         assert entries * entry <= stats.kv_bytes <= entries * entry + regions * 4 * entry
         assert stats.kv_bytes + stats.metadata_bytes - sum(
-            c.table.nbytes for c in cache.layer_caches if c.table
+            own_bytes(c.table) for c in cache.layer_caches if c.table
         ) == sum(pool.n_live * pool.page_bytes for pool in cache.pools)
         assert stats.seen == [int(n) + 7 for n in mask.sum(1)]
         assert stats.evicted == sum(stats.seen) * 2 * len(cache.layers) - entries

@@ -31,6 +31,7 @@ ORDER = {
             "install_command",
             "optional",
             "option_files",
+            "option_pairs",
             "option_ranges",
             "prompt_marks",
             "registry",

@@ -14,6 +14,8 @@ from transformers import LlamaForCausalLM
 
 import millpond as mp
 from millpond.cache.far_blocks import BlockFormat, FarBlocks
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.selective import BlockRetrieval
 from millpond.cache.serialization import from_tensors, to_tensors
 from millpond.engine.engine import Engine
 from millpond.engine.request import Request
@@ -249,3 +251,108 @@ def test_runs_of_blocks_are_few() -> None:
     found = far.read(ids, torch.device("cpu"))
     assert torch.equal(found[0], keys[:, ids])
     assert torch.equal(found[1], values[:, ids])
+
+
+# ------------------------------------------------------------------ admission
+
+#: Ten queries of a prompt look up one set of blocks.
+TEN: dict[str, Any] = SMALL | {"together": 10}
+
+
+def engine_of(offload: str, kv_memory: int | None) -> Engine:
+    options = TEN | {"offload": offload}
+    model = llama(dtype=torch.float32)
+    engine_options: dict[str, Any] = {"budget": BUDGET, "page_slots": 4, "max_step_tokens": 25, "kv_memory": kv_memory}
+    return Engine(model, method="infllm", options=options, **engine_options)
+
+
+def crowd(offload: str, kv_memory: int | None, n: int = 1) -> tuple[dict[str, Any], int, int, int]:
+    """Answers of some requests, how many ran at once, and bytes: reserved at most for one, and held at most."""
+    engine = engine_of(offload, kv_memory)
+    for name in range(6):
+        ids = tuple(text(1, 120 + name, seed=name)[0].tolist())
+        engine.add(Request(request_id=str(name), prompt=ids, params=greedy(20, n=n)))
+    reserved = max(state.scheduled.memory_need.peak(n) for state in engine._requests)
+    done: dict[str, Any] = {}
+    at_once = held = 0
+    while engine.busy:
+        done |= {out.request_id: [c.token_ids for c in out.completions] for out in engine.step() if out.finished}
+        at_once = max(at_once, engine.stats().running)
+        held = max(held, engine._parts.memory.live_bytes)
+    engine.check_integrity()
+    assert engine.stats().preemptions == 0, "what was reserved is enough"
+    engine.close()
+    return done, at_once, reserved, held
+
+
+@pytest.mark.parametrize(("n", "factor"), [(1, 2.0), pytest.param(2, 1.0, marks=pytest.mark.slow)])
+def test_more_requests_run_at_once_than_if_blocks_stayed(n: int, factor: float) -> None:
+    wide_pool, _, inside, _ = crowd("none", None, n)
+    pool = int(inside * 2.2)
+    few, few_at_once, _, _ = crowd("none", pool, n)
+    many, many_at_once, outside, held = crowd("disk", pool, n)
+    assert few == many == wide_pool
+    assert few_at_once == 2
+    assert many_at_once >= factor * few_at_once
+    assert outside < inside / (0.85 * factor)
+    assert held <= pool
+
+
+def test_a_prompt_is_read_in_pieces_of_whole_lookups() -> None:
+    """One whose entries would not fit the pool together."""
+    ids, found = tuple(text(1, 305)[0].tolist()), {}
+    request = Request(request_id="a", prompt=ids, params=greedy(6))
+    cuts = set()
+    for offload, kv_memory in (("none", None), ("disk", 80_000)):
+        engine = engine_of(offload, kv_memory)
+        engine.add(request)
+        (state,) = engine._requests
+        while engine.busy:
+            (output,) = engine.step()[-1:] or [None]
+            if offload == "disk":
+                cuts.add(state.scheduled.num_computed_tokens)
+        assert output is not None
+        found[offload] = output.completions[0].token_ids
+        engine.close()
+    assert found["none"] == found["disk"]
+    assert cuts == {*range(20, 305, 20), 305}
+    few = engine_of("none", 80_000)
+    with pytest.raises(mp.BudgetError, match="may need"):
+        few.add(request)
+    few.close()
+
+
+def test_blocks_in_the_same_memory_are_counted() -> None:
+    """Blocks in the host's memory, beside a pool that lies there too, take room of the same limit."""
+    reserved = {}
+    for place in ("none", "host", "disk"):
+        engine = engine_of(place, None)
+        engine.add(Request(request_id="a", prompt=tuple(text(1, 400)[0].tolist()), params=greedy(8)))
+        reserved[place] = next(iter(engine._requests)).scheduled.reserved_bytes
+        engine.close()
+    numbers = 2 * 2 * 16 * 4  # layers, heads, numbers of an entry, bytes of each
+    blocks = (408 - TEN["sinks"] - TEN["local"]) // TEN["block"]
+    assert reserved["host"] - reserved["disk"] == blocks * TEN["block"] * numbers
+    assert reserved["disk"] < reserved["none"] / 2
+
+
+def test_no_pass_holds_more_pages_than_are_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of each layer's pass, before its blocks leave."""
+    engine, held = engine_of("disk", None), [0]
+    move_out = BlockRetrieval.move_out
+
+    def looking(blocks: BlockRetrieval, table: PageTable, sequence: int) -> None:
+        held.append(engine._parts.memory.live_bytes)
+        move_out(blocks, table, sequence)
+
+    monkeypatch.setattr(BlockRetrieval, "move_out", looking)
+    engine.add(Request(request_id="a", prompt=tuple(text(1, 130)[0].tolist()), params=greedy(12)))
+    (state,) = engine._requests
+    need, unpaged = state.scheduled.memory_need, state.group.cache_factory.unpaged_bytes(130, 142)
+    while state.scheduled.num_computed_tokens < 130:
+        engine.step()
+    assert (need.prefill - unpaged) / 2 < max(held) <= need.prefill - unpaged
+    held.clear()
+    finish(engine)
+    assert (need.each - unpaged) / 2 < max(held) <= need.each - unpaged
+    engine.close()

@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.pages import table_bytes
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.ref_counted_pool import Pool
 from millpond.cache.state.positions import PositionTracker
@@ -341,14 +342,16 @@ class BatchCache:
             page_bytes = np.array([table.pool.kv_bytes_per_page for table in tables if table is not None])
             nbytes: np.ndarray = page_bytes @ (-(-held // slots.pop())).sum(2)
         else:
-            nbytes = np.array([table.kv_bytes() for table in tables if table is not None]).sum(0)
+            nbytes = np.array([table_bytes.kv_bytes(table) for table in tables if table is not None]).sum(0)
         return nbytes
 
     def used_bytes(self, held: np.ndarray) -> np.ndarray:
         """Return those of `kv_bytes` in slots that hold an entry, (n_seq,)."""
         tables = [table for layer_cache in self.layers if (table := layer_cache.table) is not None]
         if not tables or any(table.quantized is not None for table in tables):
-            return np.asarray(sum((table.used_bytes() for table in tables), np.zeros(self.n_seq, dtype=np.int64)))
+            return np.asarray(
+                sum((table_bytes.used_bytes(table) for table in tables), np.zeros(self.n_seq, dtype=np.int64))
+            )
         slot_bytes = np.array([table.pool.kv_bytes_per_page // table.pool.slots for table in tables])
         nbytes: np.ndarray = slot_bytes @ held.sum(2)
         return nbytes

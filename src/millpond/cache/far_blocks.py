@@ -15,9 +15,17 @@ from millpond.codec.spec import Codec
 from millpond.errors import DataError
 from millpond.kernels.packed import codes
 from millpond.kernels.packed.layout import PackedLayout
+from millpond.policy.needs import Offload
 
 #: Where blocks lie.
 Place = Literal["host", "disk"]
+
+
+def place_of(offload: Offload, codec: Codec | None, pool: torch.device) -> Place | None:
+    """Return where blocks go whose pool is on a device; None: they stay in the pool."""
+    if offload == "auto":
+        return "host" if codec is not None or pool.type != "cpu" else None
+    return None if offload == "none" else offload
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +78,12 @@ class BlockFormat:
     def _layout(self, key_dim: int, value_dim: int) -> PackedLayout:
         assert self.codec is not None, "numbers as they are have no layout"
         return self.codec.layout(key_dim, value_dim, self.size)
+
+    def nbytes(self, n_heads: int, dims: tuple[int, int], dtype: torch.dtype) -> int:
+        """Return the bytes of a block of all KV heads, made of numbers of a dtype."""
+        if self.codec is None:
+            return n_heads * self.size * sum(dims) * dtype.itemsize
+        return n_heads * self._layout(*dims).page_bytes
 
     def put(self, stored: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return tensors in the memory where blocks lie.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from millpond.cache.entries import read_write
 from millpond.cache.entries.compaction import rows_at
-from millpond.cache.far_blocks import BlockFormat, FarBlocks, Place, fetched
+from millpond.cache.far_blocks import BlockFormat, FarBlocks, Place, fetched, place_of
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.types import PerSequence, RotaryEmbedding
 from millpond.codec.spec import Codec
@@ -107,7 +107,8 @@ class BlockRetrieval:
             DataError: the disk cannot be written.
             NumericsError: a number that the number format cannot hold.
         """
-        place, blocks = self._place(table), self._known.get(sequence)
+        place = place_of(self._lookup.offload, self.codec, table.pool.arrays.device)
+        blocks = self._known.get(sequence)
         if place is None or blocks is None:
             return
         size, sinks, dims = self._lookup.protect.block, self._lookup.protect.sinks, table.pool.arrays
@@ -125,13 +126,6 @@ class BlockRetrieval:
         except PoolFullError:
             return
         self._known[sequence] = blocks._replace(far=more)
-
-    def _place(self, table: PageTable) -> Place | None:
-        """Return where blocks go; None: they stay in the pool."""
-        offload = self._lookup.offload
-        if offload == "auto":
-            return "host" if self.codec is not None or table.pool.arrays.device.type != "cpu" else None
-        return None if offload == "none" else offload
 
     def entries_outside(self, n_seq: int) -> npt.NDArray[np.int32]:
         """Return the entries of each sequence outside of the pool, per KV head, (n_seq,)."""

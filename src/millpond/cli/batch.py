@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
+from millpond.cli.chunk_options import ChunkChoice
 from millpond.cli.console import errors, notes
 from millpond.cli.options import CacheChoice, EnginePlace, ModelName, expand_groups, optional
 from millpond.cli.serve import EngineChoice, name_of
@@ -40,6 +41,7 @@ def batch(
     served_name: Annotated[str | None, optional(help="The model's name in the file. Default: as --model.")] = None,
     cache: CacheChoice,
     engine: EngineChoice,
+    chunks: ChunkChoice,
     place: EnginePlace,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format; what several begin with is read once."""
@@ -55,7 +57,9 @@ def batch(
     for one in (out, bad):
         if one.resolve() == file.resolve():
             raise OptionError(f"{one} is the file of the requests; give the answers and the errors files of their own")
-    config = EngineConfig(**cache.for_request(), calibration=cache.calibration, **engine.as_arguments())
+    config = EngineConfig(
+        **cache.for_request(), calibration=cache.calibration, chunk_store=chunks.store(), **engine.as_arguments()
+    )
     with notes():
         name = served_name or name_of(model)
         llm = AsyncLLM(model, config, model_name=name, **place.as_arguments(config.weights))

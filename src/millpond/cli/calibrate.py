@@ -1,75 +1,156 @@
-"""`millpond calibrate`: statistics of a model that a codec needs, measured on a text and written to a file."""
+"""`millpond calibrate`: statistics of a model that a codec needs, measured on texts and written to a file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from millpond.cli.console import errors, notes, size
-from millpond.cli.options import ModelOptions, expand_groups, optional
-from millpond.errors import DataError, OptionError
+from millpond.cli.options import ModelOptions, OptionGroup, expand_groups, optional
+from millpond.errors import OptionError, unknown
 
 if TYPE_CHECKING:
     from millpond.hf.calibration.measure import Progress
+
+#: Codecs whose files this command makes.
+KVQUANT, TRANSFORM = "kvquant", "transform"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvquantChoice(OptionGroup):
+    """What is measured for the codecs kvquant2, kvquant3 and kvquant4."""
+
+    bits: Annotated[str, typer.Option(help="Bits of the codes; several are separated by commas (kvquant).")] = "2,3,4"
+    outliers: Annotated[
+        float, typer.Option(help="Share of outliers that are stored apart from the codes (kvquant).")
+    ] = 0.01
+    sinks: Annotated[int, typer.Option(min=0, help="First entries of a text that are not quantized (kvquant).")] = 1
+    q_norm: Annotated[
+        str | None, optional(help="Bits for which codes keep mean and deviation (Q-Norm), such as '2' (kvquant).")
+    ] = None
+    fisher: Annotated[
+        bool, typer.Option("--fisher/--no-fisher", help="Weigh numbers by the gradients of the loss at them (kvquant).")
+    ] = True
+    by_range: Annotated[
+        bool,
+        typer.Option(
+            "--by-range/--no-range",
+            help="Weigh by the squared range of a channel too; the published code does not (kvquant).",
+        ),
+    ] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformChoice(OptionGroup):
+    """What is measured for the storage codec `transform`."""
+
+    default_text: Annotated[
+        bool,
+        typer.Option(
+            "--default-text/--no-default-text",
+            help="Read the standard library's sources, Millpond's docs and texts sampled of the model (transform).",
+        ),
+    ] = True
+    most_bits: Annotated[
+        float,
+        typer.Option(help="Most bits a number that the file can be used with; fewer make it smaller (transform)."),
+    ] = 4.0
 
 
 @expand_groups
 def calibrate(
     *,
-    text: Annotated[Path, typer.Option(help="A text like those that the model will read, of 16,000 tokens or more.")],
     out: Annotated[Path, typer.Option(help="The file to write (.safetensors).")],
     model: ModelOptions,
-    bits: Annotated[str, typer.Option(help="Bits of the codes; several are separated by commas.")] = "2,3,4",
-    windows: Annotated[int, typer.Option(min=1, help="Windows of tokens to read, spread over the text.")] = 16,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 1024,
-    outliers: Annotated[float, typer.Option(help="Share of outliers that are stored apart from the codes.")] = 0.01,
-    sinks: Annotated[int, typer.Option(min=0, help="First entries of a text that are not quantized.")] = 1,
-    q_norm: Annotated[
-        str | None, optional(help="Bits for which codes keep mean and deviation (Q-Norm), such as '2'.")
+    codec: Annotated[
+        str, typer.Option(help="kvquant: codecs kvquant2 to kvquant4; transform: the storage codec transform:BITS.")
+    ] = KVQUANT,
+    text: Annotated[
+        list[Path] | None,
+        optional(help="A text like those that the model will read; transform takes several, and has texts of its own."),
     ] = None,
-    fisher: Annotated[
-        bool, typer.Option("--fisher/--no-fisher", help="Weigh numbers by the gradients of the loss at them.")
-    ] = True,
-    by_range: Annotated[
-        bool,
-        typer.Option(
-            "--by-range/--no-range", help="Weigh by the squared range of a channel too; the published code does not."
-        ),
-    ] = True,
+    windows: Annotated[int, typer.Option(min=1, help="Windows of tokens to read of a text, spread over it.")] = 16,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 1024,
+    kvquant: KvquantChoice,
+    transform: TransformChoice,
 ) -> None:
-    """Measure a model on a text, for the codecs kvquant2, kvquant3 and kvquant4."""
-    widths, normalised = parse_bits(bits, "bits"), parse_bits(q_norm or "", "q-norm")
-    words = _read(text)
-    from millpond.hf.calibration.measure import calibrate as measure
+    """Measure a model on texts, for the codecs kvquant2 to kvquant4 or for the storage codec transform.
 
+    For kvquant a text has 16,000 tokens or more. For transform it takes minutes and no gradients; an interrupted run
+    continues from OUT.resume when it is started again.
+    """
+    if codec not in (KVQUANT, TRANSFORM):
+        raise unknown("codec to calibrate", codec, (KVQUANT, TRANSFORM))
+    other = transform if codec == KVQUANT else kvquant
+    for name in sorted(other.given):
+        raise OptionError(f"--{name.replace('_', '-')} is no option of codec {codec}; leave it out")
+    texts = text or []
+    if codec == KVQUANT:
+        if len(texts) != 1:
+            raise OptionError("codec kvquant is calibrated on one text: give --text once")
+        about = _kvquant(model, texts[0], out, windows, length, kvquant)
+    else:
+        about = _transform(model, texts, out, windows, length, transform)
+    errors().print(f"[dim]{about} · {escape(str(out))}: {size(out.stat().st_size)}[/]", soft_wrap=True, highlight=False)
+
+
+def _kvquant(model: ModelOptions, text: Path, out: Path, windows: int, length: int, choice: KvquantChoice) -> str:
+    """Write tables for kvquant; returns words about them."""
+    widths, normalised = parse_bits(choice.bits, "bits"), parse_bits(choice.q_norm or "", "q-norm")
+    from millpond.hf.calibration.measure import calibrate as measure
+    from millpond.hf.calibration.texts import read_text, tokens_of
+
+    words = read_text(text)
     loaded, tokenizer = model.load()
-    ids = tokenizer(words, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"][0]
-    with notes(), _bar() as progress:
+    with notes(), _bar("calibrating") as progress:
         tables = measure(
             loaded,
-            ids,
+            tokens_of(tokenizer, words),
             bits=widths,
             windows=windows,
             length=length,
-            outliers=outliers,
-            sinks=sinks,
-            fisher=fisher,
-            by_range=by_range,
+            outliers=choice.outliers,
+            sinks=choice.sinks,
+            fisher=choice.fisher,
+            by_range=choice.by_range,
             normalise=normalised,
             progress=progress,
         )
     tables.save(out)
-    errors().print(
-        f"[dim]{len(tables.layers)} layers · {', '.join(map(str, tables.bits))} bits · {escape(str(out))}: "
-        f"{size(out.stat().st_size)}[/]",
-        soft_wrap=True,
-        highlight=False,
-    )
+    return f"{len(tables.layers)} layers · {', '.join(map(str, tables.bits))} bits"
+
+
+def _transform(
+    model: ModelOptions, texts: list[Path], out: Path, windows: int, length: int, choice: TransformChoice
+) -> str:
+    """Write a transform file; returns words about it."""
+    if not texts and not choice.default_text:
+        raise OptionError("--no-default-text leaves nothing to read: give --text")
+    from millpond.codec.transform.allocation import check_bits
+    from millpond.hf.calibration.texts import default_texts, given_texts
+    from millpond.hf.calibration.transform import RESUME, calibrate_transform
+
+    check_bits(choice.most_bits)
+    loaded, tokenizer = model.load()
+    given = given_texts(tokenizer, texts, windows, length)
+    resume = out.with_name(out.name + RESUME)
+    with notes():
+        usual: list[Any] = []
+        if choice.default_text:
+            with _bar("sampling texts") as progress:
+                usual = default_texts(loaded, tokenizer, length, progress)
+        with _bar("calibrating") as progress:
+            found = calibrate_transform(
+                loaded, [*given, *usual], length=length, most_bits=choice.most_bits, resume=resume, progress=progress
+            )
+    found.save(out)
+    return f"{len(found.layers)} layers · {found.calibrated.tokens:,} tokens"
 
 
 def parse_bits(text: str, name: str) -> list[int]:
@@ -88,23 +169,13 @@ def parse_bits(text: str, name: str) -> list[int]:
         raise OptionError(f"--{name} {text!r}: give whole numbers separated by commas, such as 2,4") from None
 
 
-def _read(path: Path) -> str:
-    try:
-        words = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"text {str(path)!r} cannot be read: {error}") from error
-    if not words.strip():
-        raise DataError(f"text {str(path)!r} is empty")
-    return words
-
-
 @contextmanager
-def _bar() -> Iterator[Progress]:
-    """Show a bar over the runs of tokens, then the layers; it goes when all is done."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+def _bar(what: str) -> Iterator[Progress]:
+    """Show a bar over the steps of something; it goes when all is done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
-    columns = (TextColumn("calibrating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Bars(*columns, console=errors(), transient=True) as bars:
         task = bars.add_task("steps", total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)

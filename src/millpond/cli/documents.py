@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Annotated, NamedTuple
 
 import typer
@@ -34,6 +35,13 @@ def remember(
     chunk: Annotated[
         int | None, optional(min=1, help="Read the text in chunks of N tokens, and evict behind each.")
     ] = None,
+    storage_codec: Annotated[
+        str | None,
+        optional(
+            metavar="transform:BITS",
+            help="Store every token in BITS a number (0.5 to 4), such as transform:1.5; --calibration is its file.",
+        ),
+    ] = None,
     chat: Annotated[
         bool | None,
         optional(
@@ -44,22 +52,35 @@ def remember(
 ) -> None:
     """Read a text, compress its KV cache, and write that to a file for `millpond ask`.
 
-    A budget without a method is kvzip's, which does not need to know the questions.
+    A budget without a method is kvzip's, which does not need to know the questions. With a storage codec nothing is
+    evicted, and all but the first, the newest and the most attended tokens are codes in the file.
     """
     text, cache_options = source.read(), cache.for_compress()
+    if storage_codec is not None:
+        from millpond.codec.transform.storage_codec import parse_storage_codec
+
+        parse_storage_codec(storage_codec)
+        calibration = cache_options.pop("calibration")
+        if not cache.given & {"method", "budget", "codec", "preset"}:
+            cache_options["method"] = "full"
     from millpond.hf.ask import beginning, for_later_questions
     from millpond.hf.compress import compress
     from millpond.hf.document import read_document, save_document
+    from millpond.hf.text_storage import TextStorage
 
     with working(f"loading {model.model}"):
         loaded, tokenizer = model.load()
     in_chat = wants_template(tokenizer, chat)
     ids = beginning(tokenizer, text, in_chat).to(loaded.device)
     with notes(), compress(loaded, tokenizer=tokenizer, **for_later_questions(cache_options)) as kv_cache:
+        made = {"model": model.model, "dtype": model.dtype, "chat": in_chat}
+        storage = None
+        if storage_codec is not None:
+            storage = TextStorage(kv_cache, storage_codec, calibration)
+            made["calibration"] = os.path.abspath(calibration)
         with working(f"reading {ids.shape[1]:,} tokens"):
             read_document(loaded, kv_cache, ids, chunk)
-            note = json.dumps({"model": model.model, "dtype": model.dtype, "chat": in_chat})
-            n_bytes = save_document(kv_cache, ids, out, note=note)
+            n_bytes = save_document(kv_cache, ids, out, note=json.dumps(made), storage=storage)
         stats = kv_cache.stats()
     errors().print(
         f"[dim]{ids.shape[1]:,} tokens read · "
@@ -78,6 +99,9 @@ def ask(
     dtype: Annotated[str | None, optional(help="Data type of its weights, if not the one at reading.")] = None,
     device: DeviceName = None,
     trust_remote_code: TrustRemoteCode = False,
+    calibration: Annotated[
+        str | None, optional(help="The transform file of a text with a storage codec, if its path has changed.")
+    ] = None,
 ) -> None:
     """Ask questions about a text that `millpond remember` wrote, without reading it again. Answers are streamed."""
     from millpond.cli.text_streamer import TextStopwatch
@@ -89,7 +113,9 @@ def ask(
     with working(f"loading {name}"):
         loaded, tokenizer = load_on(name, dtype or origin.dtype, device, trust_remote_code)
     for question in questions:
-        cache, ids = restore_document(loaded, document, tokenizer=tokenizer)
+        cache, ids = restore_document(
+            loaded, document, tokenizer=tokenizer, calibration=calibration or origin.calibration
+        )
         with notes(), cache:
             output().print(f"[bold]{escape(question)}[/]", soft_wrap=True, highlight=False)
             answer(loaded, tokenizer, cache, ids, question, origin.chat, max_new_tokens, TextStopwatch(tokenizer))
@@ -101,11 +127,13 @@ class _Made(NamedTuple):
     model: str
     dtype: str
     chat: bool
+    calibration: str | None
 
 
 def _made_with(document: str, note: str) -> _Made:
     try:
         fields = json.loads(note)
-        return _Made(str(fields["model"]), str(fields["dtype"]), bool(fields.get("chat", False)))
+        calibration = None if fields.get("calibration") is None else str(fields["calibration"])
+        return _Made(str(fields["model"]), str(fields["dtype"]), bool(fields.get("chat", False)), calibration)
     except (ValueError, TypeError, KeyError, AttributeError):
         raise DataError(f"{document!r} does not say which model read it: give --model and --dtype") from None

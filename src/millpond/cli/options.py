@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ import typer
 from millpond.cli.setting_options import option_of, parameter_of, usual_of, value_of
 from millpond.engine.settings import EngineSettings, LoadSettings
 from millpond.errors import OptionError
+from millpond.option_pairs import parse_options
 from millpond.presets import preset as preset_of
 
 if TYPE_CHECKING:
@@ -52,27 +53,6 @@ TypicalP = Annotated[
 Chat = Annotated[
     bool | None, optional("--chat/--no-chat", help="Wrap the prompt in the chat template. Default: if there is one.")
 ]
-
-
-def parse_options(pairs: Sequence[str], example: str = "recent=0.25") -> dict[str, str]:
-    """Return {"name": "value"} from ["name=value", ...]; the registry interprets the text.
-
-    Raises:
-        OptionError: no "=" in a pair, or a name given twice.
-
-    Example:
-        >>> parse_options(["recent=0.25", "sinks=4"])
-        {'recent': '0.25', 'sinks': '4'}
-    """
-    options: dict[str, str] = {}
-    for pair in pairs:
-        name, separator, value = pair.partition("=")
-        if not separator or not name:
-            raise OptionError(f"option {pair!r} must read name=value, for example {example}")
-        if name in options:
-            raise OptionError(f"option {name!r} is given twice")
-        options[name] = value
-    return options
 
 
 #: Name of the parameter through which typer passes the command's context.
@@ -281,6 +261,11 @@ class EnginePlace(OptionGroup):
     dtype: DtypeName = "auto"
     threads: Threads = None
 
+    @property
+    def chosen_dtype(self) -> str | None:
+        """Data type as of `LLM`; None: as the checkpoint."""
+        return None if self.dtype == "auto" else self.dtype
+
     def as_arguments(self, weights: str | None) -> dict[str, Any]:
         """Return arguments of `LLM`.
 
@@ -292,7 +277,7 @@ class EnginePlace(OptionGroup):
         """
         return {
             **{name: getattr(self, name) for name in ("memory", "disk", "device_memory", "threads")},
-            "dtype": None if self.dtype == "auto" else self.dtype,
+            "dtype": self.chosen_dtype,
             "device": device_of_engine(self.device, self.disk, weights, self.memory),
         }
 

@@ -14,28 +14,21 @@ from rich.markup import escape
 
 from millpond.budget import FLOOR
 from millpond.cache.paging.choose import LIVE
+from millpond.cli.chunk_options import ChunkChoice
 from millpond.cli.console import errors, size
-from millpond.cli.options import (
-    CacheChoice,
-    ChunkDtype,
-    EnginePlace,
-    ModelName,
-    OptionGroup,
-    expand_groups,
-    optional,
-    parse_options,
-)
+from millpond.cli.options import CacheChoice, EnginePlace, ModelName, OptionGroup, expand_groups, optional
 from millpond.cli.setting_options import option_of
 from millpond.cluster.settings import ClusterSettings
 from millpond.cpu_limit import usable_cpus
 from millpond.engine.settings import EngineSettings
 from millpond.errors import OptionError
 from millpond.install_command import install_command
+from millpond.option_pairs import parse_options
 from millpond.server.settings import ServerSettings
 from millpond.setting import settings_of
 
 if TYPE_CHECKING:
-    from millpond.cache.chunks.store import ChunkStore
+    from millpond.engine.config import EngineConfig
     from millpond.server.llm_protocol import ServedLLM
 
 
@@ -57,13 +50,7 @@ class EngineChoice(OptionGroup):
         "on_pressure",
         "runner",
         "weights",
-        "chunk_store",
-        "chunk_memory",
-        "chunk_disk",
         "deterministic",
-        "chunk_dtype",
-        "chunk_rule",
-        "chunk_alpha",
         "cache_dir",
         "cache_disk",
         "trust_remote_code",
@@ -77,16 +64,6 @@ class EngineChoice(OptionGroup):
         option_of(EngineSettings, "prefix_cache", default_text="lru with `kv_memory`, else live", show_default=False),
     ] = None
     no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Share no prompts.")] = False
-    chunk_store: Annotated[Path | None, option_of(EngineSettings, "chunk_store")] = None
-    chunk_memory: Annotated[str, typer.Option(help="Chunks in memory, at most.")] = "1GiB"
-    chunk_disk: Annotated[str, typer.Option(help="Chunks in the folder, at most.")] = "20GiB"
-    chunk_dtype: ChunkDtype = "auto"
-    chunk_rule: Annotated[
-        str, typer.Option(metavar="RULE", help="Which chunks leave full tiers: a rule as of --prefix-cache.")
-    ] = "lru"
-    chunk_alpha: Annotated[
-        float, typer.Option(help="Factor on what is computed again of chunks, see `millpond chunks tune-alpha`.")
-    ] = 0.17
 
     def as_arguments(self) -> dict[str, Any]:
         """Return fields of `EngineConfig`.
@@ -102,7 +79,6 @@ class EngineChoice(OptionGroup):
         return {
             **taken,
             "prefix_cache": self.prefix_cache or self._usual_sharing,
-            "chunk_store": self._chunks(),
             "cache_disk": None if folder is None else taken["cache_disk"],
         }
 
@@ -112,27 +88,6 @@ class EngineChoice(OptionGroup):
         if self.no_prefix_cache:
             return False
         return LIVE if self.settings["kv_memory"] is None else True
-
-    def _chunks(self) -> ChunkStore | None:
-        """Return the chunk store of the options.
-
-        Raises:
-            OptionError: limits of a store without its folder.
-        """
-        if self.chunk_store is not None:
-            from millpond.cache.chunks.store import ChunkStore
-
-            return ChunkStore(
-                self.chunk_store,
-                memory=self.chunk_memory,
-                disk=self.chunk_disk,
-                dtype=self.chunk_dtype,
-                rule=self.chunk_rule,
-                alpha=self.chunk_alpha,
-            )
-        if given := self.given & {"chunk_memory", "chunk_disk", "chunk_dtype", "chunk_rule", "chunk_alpha"}:
-            raise OptionError(f"--{min(given).replace('_', '-')} needs --chunk-store")
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,7 +248,14 @@ def serve(
     served_name: Annotated[str | None, optional(help="The model's name for clients. Default: as --model.")] = None,
     cache: CacheChoice,
     engine: EngineChoice,
+    chunks: ChunkChoice,
     place: EnginePlace,
+    pipeline: Annotated[
+        int | None,
+        optional(
+            min=2, help="Processes of this machine that share the model's layers out, with their weights and caches."
+        ),
+    ] = None,
     tool_parser: Annotated[str, option_of(ServerSettings, "tool_parser")] = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", help="No line per request.")] = False,
     workers: Workers,
@@ -309,22 +271,26 @@ def serve(
     from millpond.engine.config import EngineConfig
 
     settings = ServerSettings(**limits.settings, **access.as_settings(), tool_parser=tool_parser)
-    config = EngineConfig(**cache.for_request(), calibration=cache.calibration, **engine.as_arguments())
+    config = EngineConfig(
+        **cache.for_request(), calibration=cache.calibration, chunk_store=chunks.store(), **engine.as_arguments()
+    )
     name, layout = served_name or name_of(model), workers.as_arguments(place.threads)
     llm: ServedLLM
-    if workers.several:
-        from millpond.cluster.async_llm import AsyncClusterLLM
-
-        if place.device is not None or place.device_memory is not None:
-            raise OptionError("workers compute on a CPU: leave --device and --device-memory out with workers")
-        if any(one is not None for one in (place.memory, place.disk, config.chunk_store, config.cache_dir)):
-            raise OptionError(
-                "--memory, --disk, --chunk-store and --cache-dir are those of one engine: leave them out with workers"
-            )
-        kind = None if place.dtype == "auto" else place.dtype
-        llm = AsyncClusterLLM(model, config, model_name=name, dtype=kind, threads=place.threads, **layout)
-    else:
+    if pipeline is None and not workers.several:
         llm = AsyncLLM(model, config, model_name=name, **place.as_arguments(config.weights))
+    else:
+        _check_on_cpu("workers" if pipeline is None else "--pipeline", place, config)
+        shared: dict[str, Any] = {"model_name": name, "dtype": place.chosen_dtype, "threads": place.threads}
+        if pipeline is None:
+            from millpond.cluster.async_llm import AsyncClusterLLM
+
+            llm = AsyncClusterLLM(model, config, **shared, **layout)
+        elif workers.several:
+            raise OptionError("--pipeline is one engine, and workers have one each: leave one of the two out")
+        else:
+            from millpond.cluster.async_pipeline import AsyncPipelineLLM
+
+            llm = AsyncPipelineLLM(model, config, stages=pipeline, **shared)
     if not settings.api_keys and host not in ("127.0.0.1", "localhost", "::1"):
         errors().print(
             f"[yellow]note:[/] anyone who can reach {escape(host)} may use the model; --api-key limits that to holders "
@@ -338,6 +304,20 @@ def serve(
             errors().print(escape(line), soft_wrap=True, highlight=False)
 
     run(llm, settings, host=host, port=port, listens=told)
+
+
+def _check_on_cpu(what: str, place: EnginePlace, config: EngineConfig) -> None:
+    """Check that nothing is given that only one engine in one process can use.
+
+    Raises:
+        OptionError: something is.
+    """
+    if place.device is not None or place.device_memory is not None:
+        raise OptionError(f"--device and --device-memory are for one process: leave them out with {what}, on a CPU")
+    if any(one is not None for one in (place.memory, place.disk, config.chunk_store, config.cache_dir)):
+        raise OptionError(
+            f"--memory, --disk, --chunk-store and --cache-dir are those of one engine: leave them out with {what}"
+        )
 
 
 def name_of(model: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,10 +9,11 @@ from dataclasses import replace
 from itertools import count
 from multiprocessing.connection import Connection
 from os import PathLike, fspath
-from typing import Any, Self
+from typing import Self
 
 from millpond.cluster.stage import Stage, StageOptions
 from millpond.cluster.stage_model import StageLink, StageLostError
+from millpond.cluster.stage_processes import StageProcesses
 from millpond.cpu_limit import usable_cpus
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.prompts import Prompts, prompts_of
@@ -24,8 +24,6 @@ from millpond.errors import MillpondError, OptionError, unknown
 METHODS = ("full", "h2o", "snapkv", "streaming")
 #: Most processes, and most micro-batches.
 MAX_STAGES = 64
-#: Seconds that a process has to end by itself.
-_CLOSE_S = 5.0
 
 
 class PipelineLLM:
@@ -65,8 +63,7 @@ class PipelineLLM:
         threads: int | None = None,
         max_step_tokens: int = 512,
     ) -> None:
-        if not 2 <= stages <= MAX_STAGES:
-            raise OptionError(f"stages={stages} must be from 2 to {MAX_STAGES}; one process is millpond.LLM")
+        check_stages(stages)
         if not 1 <= micro_batches <= MAX_STAGES:
             raise OptionError(f"micro_batches={micro_batches} must be from 1 to {MAX_STAGES}")
         if method not in METHODS:
@@ -74,37 +71,17 @@ class PipelineLLM:
         engine = {"method": method, "budget": budget, "codec": codec, "max_step_tokens": max_step_tokens}
         shared = threads or max(1, usable_cpus() // stages)
         options = StageOptions(fspath(model), dtype, shared, stages, micro_batches, engine)
-        context = multiprocessing.get_context("spawn")
-        pipes = [[context.Pipe() for _ in range(micro_batches)] for _ in range(stages - 1)]
         self._names = count()
-        self._controls: list[Connection] = []
-        self._processes: list[Any] = []
         self._stage: Stage | None = None
-        behind = [StageLink(ours, "stage 1") for ours, _ in pipes[0]]
+        self._others = StageProcesses(options, _serve)
         try:
-            for number in range(1, stages):
-                ours, theirs = context.Pipe()
-                ends = (
-                    [end for _, end in pipes[number - 1]],
-                    [end for end, _ in pipes[number]] if number < stages - 1 else [],
-                )
-                process = context.Process(target=_serve, args=(options, number, *ends, theirs), daemon=True)
-                process.start()
-                for end in (theirs, *ends[0], *ends[1]):
-                    end.close()  # so that a process that ends is noticed here
-                self._controls.append(ours)
-                self._processes.append(process)
-            self._stage = Stage(options, 0, [], behind)
-            for control in self._controls:
-                self._check(control.recv())
+            self._stage = Stage(options, 0, [], self._others.links)
+            self._others.wait()
         except (StageLostError, EOFError) as error:
             self.close()
-            raise self._reason(error) from error
+            raise self._others.reason(error) from error
         except BaseException:
-            for link in behind:
-                link.close()
-            for process in self._processes:
-                process.kill()
+            self._others.kill()
             self.close()
             raise
 
@@ -132,17 +109,14 @@ class PipelineLLM:
             raise OptionError(f"{len(chosen)} params for {len(each)} prompts; give one, or one for each")
         seeded = [one if one.seed is not None else replace(one, seed=secrets.randbits(63)) for one in chosen]
         try:
-            for control in self._controls:
-                control.send((each, seeded))
+            self._others.tell((each, seeded))
             outputs = stage.generate(each, seeded)
-            for control in self._controls:
-                self._check(control.recv())
+            self._others.wait()
         except (StageLostError, EOFError, OSError) as error:
             self.close()
-            raise self._reason(error) from error
+            raise self._others.reason(error) from error
         except MillpondError:  # refused here, and so by all others
-            for control in self._controls:
-                control.recv()
+            self._others.answers()
             raise
         return [replace(output, request_id=str(next(self._names))) for output in outputs]
 
@@ -151,13 +125,7 @@ class PipelineLLM:
         stage, self._stage = self._stage, None
         if stage is not None:
             stage.close()
-        for control in self._controls:
-            with suppress(OSError):
-                control.send(None)
-        for process in self._processes:
-            process.join(_CLOSE_S)
-            if process.is_alive():
-                process.kill()
+        self._others.close()
 
     def __enter__(self) -> Self:
         return self
@@ -170,19 +138,15 @@ class PipelineLLM:
             raise StageLostError("the pipeline is closed: begin again with a new one")
         return self._stage
 
-    @staticmethod
-    def _check(answer: str | None) -> None:
-        if answer is not None:
-            raise StageLostError(answer)
 
-    def _reason(self, error: BaseException) -> StageLostError:
-        """Return what a process that ended said last, or else what was noticed of it here."""
-        for number, control in enumerate(self._controls, 1):
-            with suppress(OSError, EOFError):
-                while control.poll(0):
-                    if (answer := control.recv()) is not None:
-                        return StageLostError(f"stage {number}: {answer}")
-        return error if isinstance(error, StageLostError) else StageLostError("a stage has ended: begin again")
+def check_stages(stages: int) -> None:
+    """Check a number of processes.
+
+    Raises:
+        OptionError: it is not from 2 to `MAX_STAGES`.
+    """
+    if not 2 <= stages <= MAX_STAGES:
+        raise OptionError(f"stages={stages} must be from 2 to {MAX_STAGES}; one process is millpond.LLM")
 
 
 def _serve(

@@ -78,8 +78,10 @@ class _Entry(nn.Module):
         super().__init__()
         self.embed, self._before, self._width, self._dtype = embed, before, width, dtype
         self.digest = b""
+        self.under_way = False
 
     def forward(self, ids: Tensor) -> Tensor:
+        self.under_way = True
         self.digest = hashlib.blake2b(ids.numpy().tobytes(), digest_size=_DIGEST).digest()
         if self.embed is not None:
             hidden: Tensor = self.embed(ids)
@@ -119,6 +121,7 @@ class _Head(nn.Module):
             logits = self._behind.receive(digest, (*hidden.shape[:-1], self._vocabulary), hidden.dtype)
         if self._before is not None:
             self._before.send(digest, logits)
+        self._entry[0].under_way = False
         return logits
 
 
@@ -159,3 +162,9 @@ def cut(model: Any, stage: int, stages: int, before: StageLink | None, behind: S
     head = None if behind else model.lm_head
     model.lm_head = _Head(entry, head, before, behind, config.vocab_size)
     return model
+
+
+def is_under_way(model: Any) -> bool:
+    """Return whether a pass of a stage has begun and not ended: then the other stages wait for what is left of it."""
+    under_way: bool = model.model.embed_tokens.under_way
+    return under_way

@@ -19,6 +19,7 @@ from millpond.engine.engine import Engine
 from millpond.engine.grammar.compiler import Grammar
 from millpond.engine.llm import open_engine
 from millpond.engine.mailbox import Mailbox, deliver
+from millpond.engine.offload.open import Placement
 from millpond.engine.offload.options import LoadOptions
 from millpond.engine.options import LLMOptions
 from millpond.engine.outputs import CacheSnapshot, EngineStats, RequestOutput
@@ -114,7 +115,7 @@ class AsyncLLM:
         **options: Unpack[LLMOptions],
     ) -> None:
         loading, settings = split_options("AsyncLLM", options, LoadOptions, EngineConfig)
-        self._engine, self.plan = open_engine(model, EngineConfig.of(config, settings), LoadOptions(**loading))
+        self._engine, self.plan = self._open(model, EngineConfig.of(config, settings), LoadOptions(**loading))
         self.model_name = model_name or str(
             model if isinstance(model, str | PathLike) else getattr(model, "name_or_path", "") or "model"
         )
@@ -129,6 +130,10 @@ class AsyncLLM:
         end_own_threads()  # from here on the engine's thread computes, with threads of its own
         self._thread = threading.Thread(target=self._work, name="millpond-engine", daemon=True)
         self._thread.start()
+
+    def _open(self, model: Any, config: EngineConfig, loading: LoadOptions) -> tuple[Engine, Placement | None]:
+        """Return the engine, which runs in a thread of its own from then on, and the placement of weights and KV."""
+        return open_engine(model, config, loading)
 
     # ------------------------------------------------------------------ requests
 

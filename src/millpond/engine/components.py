@@ -294,6 +294,7 @@ def _decode_groups(
         named=not choice.usual,
         floor=config.budget_floor,
         host_kv=host_kv,
+        step_tokens=config.max_step_tokens,
     )
     for codec in filter(loses_by_bias, codecs_of(resolve(choice.codec))):
         warn_of_bias(codec, model.model)

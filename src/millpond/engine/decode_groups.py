@@ -51,6 +51,7 @@ class DecodeGroups:
         named: Whether a method, budget or format was given for the engine.
         floor: Least tokens of a share, see `EngineConfig`.
         host_kv: Layers whose pages are in the host's memory while the model is on a device; None: there are none.
+        step_tokens: Tokens of one step, where prompts are read.
 
     Attributes:
         reach: Positions after which gaps close and a text continues; None: it ends there.
@@ -70,6 +71,7 @@ class DecodeGroups:
         named: bool = True,
         floor: int = 0,
         host_kv: HostKV | None = None,
+        step_tokens: int = 512,
     ) -> None:
         self.reach, self._named, self._floor = reach, named, floor
         self.defaults = defaults
@@ -78,6 +80,7 @@ class DecodeGroups:
         self._page_slots = page_slots
         self._tokenizer = tokenizer
         self._calibration, self._tier, self._host_kv = calibration, tier, host_kv
+        self._step_tokens = step_tokens
         self._fit, self._fits = fit, dict[str, Fit]()
         self._groups: dict[tuple[Any, ...], DecodeGroup] = {}
         self._pools: dict[tuple[Any, ...], PoolSet] = {}
@@ -126,6 +129,7 @@ class DecodeGroups:
                     self._tier,
                     self.reach,
                     self._host_kv,
+                    self._step_tokens,
                 )
                 self._groups[group_key] = DecodeGroup(cache_factory, self._model.layers)
         return self._groups[group_key]

@@ -36,6 +36,7 @@ from millpond.engine.request_validation import RequestValidator
 from millpond.engine.sampling.banned_tokens import Bans
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.scheduler import Step
+from millpond.engine.scheduler_request import SchedulerRequest
 from millpond.engine.sessions.store import SessionStore
 from millpond.engine.step_executor import StepExecutor, names_of
 from millpond.engine.transfer.request_snapshot import RequestSnapshot
@@ -418,7 +419,7 @@ class Engine:
             Exception: a pass failed for several requests, and then for each of them alone; only `abort_all` may follow.
         """
         changed, self._changed_outside_step = self._changed_outside_step, []
-        for scheduled in self._scheduler.expired(time.monotonic()):
+        for scheduled in self._begin_step():
             changed.append(state := self._requests[scheduled.key])
             self._ends.end(state, "deadline")
         for loads in self._parts.file_loads:
@@ -450,7 +451,7 @@ class Engine:
                 self._ends.collect_finished(advanced)
                 if is_free and suspect is not None:
                     self._faults.passed(suspect)
-                self._scheduler.record_step_time(step, time.perf_counter() - began)
+                self._end_step(step, time.perf_counter() - began)
             elif not changed:
                 for loads in self._parts.file_loads:
                     loads.wait()
@@ -469,6 +470,14 @@ class Engine:
         if self.on_step is not None and (groups or reading):
             self.on_step(step, time.perf_counter() - began)
         return outputs
+
+    def _begin_step(self) -> list[SchedulerRequest]:
+        """Return the requests that end now by their deadline."""
+        return self._scheduler.expired(time.monotonic())
+
+    def _end_step(self, step: Step, seconds: float) -> None:
+        """Take note of how long a pass took, by which later steps are shared out among clients."""
+        self._scheduler.record_step_time(step, seconds)
 
     def _batches_of(self, step: Step) -> tuple[list[DecodeGroup], list[tuple[RequestState, int]]]:
         """Return the batches that decode in a step, and the requests to read with their tokens."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from millpond.cache.chunks.layered import LostLayerError
 from millpond.engine.components import Components
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.request_state import Incident, RequestState, Suspicion
@@ -124,8 +123,7 @@ class FaultIsolation:
             self._shared_prefixes.release(shared_prefix)
         states = [state for state in states if state.completions]
         unfinished = [state for state in states if state.unfinished]
-        at_fault = not isinstance(error, LostLayerError)  # which a prompt without the bad file does not meet again
-        if len(unfinished) == 1 and not shared_prefixes and at_fault:
+        if len(unfinished) == 1 and not shared_prefixes:
             unfinished[0].fail(error)
             self.fatal = self._all_failed(unfinished[0])
         elif unfinished:
@@ -156,20 +154,9 @@ class FaultIsolation:
         """Let a suspect wait again, with nothing in any cache."""
         assert state.suspicion is not None, "a suspect"
         self.n_restarted += 1
-        if state.private_cache is not None:
-            state.private_cache.clear()
-            state.private_cache = None
         state.group = DecodeGroup(state.suspicion.home.cache_factory, self._layers)
         self._shared_prefixes.detach(state, swapped=True)
-        if state.blend is not None:
-            state.blend.release()
-            state.blend = None
-        state.restored, state.restored_exact = 0, True
-        state.waited = state.reader_read = 0
-        if state.prompt_logprobs is not None:
-            state.prompt_logprobs = [None]
-        for completion in state.unfinished:
-            completion.begin_again()
+        state.begin_again()
         self._scheduler.restart(state.scheduled, len(state.unfinished))
         for loads in self._file_loads:
             loads.forget(state)

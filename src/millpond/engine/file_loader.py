@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 _log = logging.getLogger(__name__)
+#: Seconds that closing waits for a thread that reads: where a disk gives nothing more, the thread never ends.
+_CLOSE_S = 5.0
 
 
 class Loaded(Protocol):
@@ -74,6 +77,8 @@ class FileLoader(Generic[T]):
         self._orders: OrderedDict[str, LoadOrder[T]] = OrderedDict()
         self._charged: dict[str, int] = {}  # bytes by request, from the begin of its loading to its release
         self._loaded: dict[str, T] = {}
+        self._loading: dict[str, T] = {}  # what the thread fills, as long as it is wanted
+        self._busy_since: dict[str, float] = {}  # when each thread last got something from the disk, while it reads
         self._threads: list[threading.Thread] = []
         self._closing = False
 
@@ -99,6 +104,31 @@ class FileLoader(Generic[T]):
             self._unsized[name] = order
             self._changed.notify_all()
 
+    @property
+    def stuck_s(self) -> float:
+        """Seconds for which something is being read and nothing has come; 0 where nothing is being read."""
+        with self._changed:
+            return max((time.monotonic() - since for since in self._busy_since.values()), default=0.0)
+
+    def is_loading(self, name: str, loaded: T) -> bool:
+        """Return whether more is being read for a request that has what was loaded first."""
+        with self._changed:
+            return self._loading.get(name) is loaded
+
+    def replace_by_empty(self, name: str) -> T:
+        """Stop loading for a request, release what it has, and return an empty holder, which is loaded."""
+        with self._changed:
+            loaded, empty = self._loaded.get(name), self._empty()
+        if loaded is not None:
+            loaded.release()
+        with self._changed:
+            self._unsized.pop(name, None)
+            self._orders.pop(name, None)
+            self._loading.pop(name, None)
+            self._finish(name, empty)
+            self._changed.notify_all()
+        return empty
+
     def is_loaded(self, name: str) -> bool:
         """Return whether everything was loaded for a request."""
         with self._changed:
@@ -120,6 +150,7 @@ class FileLoader(Generic[T]):
         with self._changed:
             self._unsized.pop(name, None)
             self._orders.pop(name, None)
+            self._loading.pop(name, None)
             loaded = self._loaded.get(name)
             if loaded is None:
                 self._charged.pop(name, None)
@@ -145,14 +176,16 @@ class FileLoader(Generic[T]):
             self._orders.clear()
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join()
+            thread.join(_CLOSE_S)
+            if thread.is_alive():
+                _log.warning("%s still waits for a disk, and ends with the process", thread.name)
         for name in list(self._loaded):
             self.forget(name)
 
     # ------------------------------------------------------------------ the threads
 
     def _has_pending(self) -> bool:
-        return bool(self._unsized or self._orders) or len(self._charged) > len(self._loaded)
+        return bool(self._unsized or self._orders or self._loading)
 
     def _may_load(self, order: LoadOrder[T]) -> bool:
         charged_bytes = sum(self._charged.values())
@@ -163,6 +196,7 @@ class FileLoader(Generic[T]):
             name, order = entry
             order.n_bytes = self._guarded(order.size) or 0
             with self._changed:
+                self._busy_since.pop("sizes", None)
                 if self._unsized.get(name) is not order:  # it is not wanted any more
                     continue
                 del self._unsized[name]
@@ -175,10 +209,13 @@ class FileLoader(Generic[T]):
     def _next_unsized(self) -> tuple[str, LoadOrder[T]] | None:
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._unsized)
-            return None if self._closing else next(iter(self._unsized.items()))
+            if self._closing:
+                return None
+            self._busy_since["sizes"] = time.monotonic()
+            return next(iter(self._unsized.items()))
 
-    def _next(self) -> tuple[str, LoadOrder[T]] | None:
-        """Wait for the next order and return it; None: it is time to stop."""
+    def _next(self) -> tuple[str, LoadOrder[T], T] | None:
+        """Wait for the next order and return it with the holder that it fills; None: it is time to stop."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closing or (bool(self._orders) and self._may_load(next(iter(self._orders.values()))))
@@ -187,7 +224,9 @@ class FileLoader(Generic[T]):
                 return None
             name, order = self._orders.popitem(last=False)
             self._charged[name] = order.n_bytes
-            return name, order
+            self._loading[name] = loaded = self._empty()
+            self._busy_since["reader"] = time.monotonic()
+            return name, order, loaded
 
     def _finish(self, name: str, loaded: T) -> None:
         self._charged[name] = loaded.nbytes
@@ -208,14 +247,16 @@ class FileLoader(Generic[T]):
 
     def _serve(self) -> None:
         while (entry := self._next()) is not None:
-            name, order = entry
-            loaded = self._empty()
+            name, order, loaded = entry
             loaded.on_ready = partial(self._make_ready, name, loaded)
-            self._guarded(partial(order.load, loaded, partial(self._is_wanted, name)))
+            self._guarded(partial(order.load, loaded, partial(self._goes_on, name, loaded)))
             with self._changed:
-                is_wanted = self._is_wanted(name)
+                self._busy_since.pop("reader", None)
+                is_wanted = self._is_wanted(name, loaded)
                 if is_wanted and loaded.on_ready is not None:
                     self._finish(name, loaded)
+                if is_wanted:
+                    del self._loading[name]
                 loaded.on_ready = None
                 self._changed.notify_all()
             if not is_wanted:
@@ -224,16 +265,23 @@ class FileLoader(Generic[T]):
     def _make_ready(self, name: str, loaded: T) -> None:
         """Let a request begin, though more is loaded for it."""
         with self._changed:
-            if self._is_wanted(name):
+            if self._is_wanted(name, loaded):
                 self._finish(name, loaded)
                 loaded.on_ready = None
                 self._changed.notify_all()
 
-    def _is_wanted(self, name: str) -> bool:
-        return name in self._charged and not self._closing
+    def _goes_on(self, name: str, loaded: T) -> bool:
+        """Note that something came from the disk, and return whether more is wanted."""
+        with self._changed:
+            self._busy_since["reader"] = time.monotonic()
+            return self._is_wanted(name, loaded)
+
+    def _is_wanted(self, name: str, loaded: T) -> bool:
+        return self._loading.get(name) is loaded and not self._closing
 
     def _released(self, name: str) -> None:
         with self._changed:
             self._loaded.pop(name, None)
             self._charged.pop(name, None)
+            self._loading.pop(name, None)
             self._changed.notify_all()

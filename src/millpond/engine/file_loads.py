@@ -22,11 +22,13 @@ class LoadSource(Protocol[T]):
         name: Name of the thread that loads.
         limit: Most bytes in flight, see `FileLoader`.
         ahead: Requests that are loaded before they can begin.
+        patience_s: Seconds for which nothing may come from the disk; then requests that wait begin without files.
     """
 
     name: str
     limit: int
     ahead: int
+    patience_s: float
 
     def wants(self, state: RequestState) -> bool:
         """Return whether something may be loaded for a request."""
@@ -44,6 +46,14 @@ class LoadSource(Protocol[T]):
         """Record that something could not be loaded for an unforeseen reason."""
         ...
 
+    def gave_up(self) -> None:
+        """Record that a request begins without its files, since nothing came from the disk."""
+        ...
+
+    def disk_hangs(self, hangs: bool) -> None:
+        """Record that the disk gives nothing, or that it does again."""
+        ...
+
 
 class FileLoads(Generic[T]):
     """Decides what is loaded, by the scheduler's numbers; a request waits until it is loaded.
@@ -57,6 +67,8 @@ class FileLoads(Generic[T]):
         self._loader = FileLoader(source.name, source.limit, source.empty, source.failed)
         self._waiting: dict[str, RequestState] = {}  # not begun, the chosen ones among them
         self._chosen: dict[str, RequestState] = {}  # being loaded, or loaded
+        self._put_back: dict[str, tuple[RequestState, T]] = {}  # had begun, and wait for the rest
+        self._disk_hangs = False
 
     @property
     def n_bytes(self) -> int:
@@ -74,7 +86,10 @@ class FileLoads(Generic[T]):
 
         Called before a step.
         """
-        if not self._waiting:
+        if self._disk_hangs != (hangs := self._loader.stuck_s > self._source.patience_s):
+            self._disk_hangs = hangs
+            self._source.disk_hangs(hangs)
+        if not self._waiting and not self._put_back:
             return
         for name in heapq.nsmallest(
             self._source.ahead, self._waiting, key=lambda key: self._waiting[key].scheduled.queue_key
@@ -84,7 +99,16 @@ class FileLoads(Generic[T]):
             elif self._loader.is_blocked(name):
                 self._unload_last(self._waiting[name])
         for name, state in self._chosen.items():
+            if hangs and state.scheduled.is_loading and not self._loader.is_loaded(name):
+                self._loader.replace_by_empty(name)
+                self._source.gave_up()
             if state.scheduled.is_loading and self._loader.is_loaded(name):
+                state.scheduled.is_loading = False
+        for name, (state, loaded) in self._put_back.items():
+            if hangs and self._loader.is_loading(name, loaded):
+                self._put_back[name] = state, self._loader.replace_by_empty(name)
+                self._source.gave_up()
+            if not self._loader.is_loading(name, self._put_back[name][1]):
                 state.scheduled.is_loading = False
 
     def begin(self, state: RequestState) -> T | None:
@@ -93,14 +117,23 @@ class FileLoads(Generic[T]):
         Its bytes count until it is released.
         """
         name = state.request.request_id
+        if name in self._put_back:
+            return self._put_back.pop(name)[1]
         if self._waiting.pop(name, None) is None:
             return None
         del self._chosen[name]
         return self._loader.take(name)
 
+    def put_back(self, state: RequestState, loaded: T) -> None:
+        """Let a request that had begun wait until nothing more is read for it; it begins again with the same."""
+        state.scheduled.is_loading = True
+        self._put_back[state.request.request_id] = state, loaded
+
     def forget(self, state: RequestState) -> None:
         """Drop a request that ends or needs no file; one that has begun is no error."""
         name = state.request.request_id
+        if self._put_back.pop(name, None) is not None:
+            self._loader.forget(name)
         if self._waiting.pop(name, None) is not None:
             self._chosen.pop(name, None)
             self._loader.forget(name)

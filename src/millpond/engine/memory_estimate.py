@@ -224,10 +224,10 @@ def _page_bytes(pool: RefCountedPool[Any]) -> int:
 
 
 def _writes_everywhere(layout: CacheLayout) -> bool:
-    """Return whether a decoding step writes to more than the last page of a head.
+    """Return whether a decoding step writes to more than the last page of a head, or moves entries.
 
     Answers cannot share pages then.
     """
     policy = layout.policy
     rule, by_rules = policy.decode_rule(0), policy.needs.head_rules is not None
-    return rule.evict is not Evict.NEVER or rule.signal is not Signal.NONE or by_rules
+    return rule.evict is not Evict.NEVER or rule.signal is not Signal.NONE or by_rules or layout.blocks_leave

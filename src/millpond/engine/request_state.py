@@ -213,6 +213,21 @@ class RequestState:
         completion, group = self.completions[index], self.group
         return (group.batch_cache, group.completions.index(completion)) if completion in group.completions else None
 
+    def begin_again(self) -> None:
+        """Drop its own cache and what was read, so that its prompt is read again, and then the tokens that it has."""
+        if self.private_cache is not None:
+            self.private_cache.clear()
+            self.private_cache = None
+        if self.blend is not None:
+            self.blend.release()
+            self.blend = None
+        self.restored, self.restored_exact = 0, True
+        self.waited = self.reader_read = 0
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
+        for completion in self.unfinished:
+            completion.begin_again()
+
     def fail(self, error: Exception) -> None:
         """End all answers because of an error.
 

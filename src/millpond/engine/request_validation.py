@@ -97,7 +97,8 @@ class RequestValidator:
             request.client,
             request.priority,
             None if request.deadline is None else arrived + request.deadline,
-            group.cache_factory.whole_prompt,
+            group.cache_factory.whole_prompt and not group.cache_factory.piece,
+            piece=group.cache_factory.piece,
             max_new_tokens=most,
             growth=self._later(group, len(ids), most, params.n),
         )

@@ -261,7 +261,7 @@ class Scheduler:
         remaining = request.num_prompt_tokens - request.num_computed_tokens
         if request.is_uncut:
             return remaining
-        block_tokens = self._prompt_block
+        block_tokens = request.piece or self._prompt_block
         return (
             None if block_tokens is None else min(remaining, block_tokens - request.num_computed_tokens % block_tokens)
         )

@@ -66,6 +66,7 @@ class SchedulerRequest:
         priority: Lower goes first.
         deadline: Latest end, on the caller's clock; None: never.
         is_uncut: Whether its prompt cannot be cut.
+        piece: Tokens at whose multiples alone its prompt is cut; 0: where the scheduler cuts all.
         arrival: Order of arrival, set by the scheduler.
         num_computed_tokens: Tokens of the prompt that were read.
         times_passed: Requests of others that began before it while it did not fit.
@@ -93,6 +94,7 @@ class SchedulerRequest:
     priority: int = 0
     deadline: float | None = None
     is_uncut: bool = False
+    piece: int = 0
     arrival: int = 0
     num_computed_tokens: int = 0
     times_passed: int = 0

@@ -55,9 +55,7 @@ class EngineSettings:
         "Number format of the entries, see 'millpond codecs'; \"0-1=bf16;*=int4\" by layer, "
         '"bf16:20%;int8:20%;int4" by age.',
     )
-    calibration: CalibrationSource = setting(
-        None, "A file of 'millpond calibrate', for kvquant2, kvquant3 and kvquant4."
-    )
+    calibration: CalibrationSource = setting(None, "A file of 'millpond calibrate', for the codecs that need one.")
     max_kl: float | None = setting(
         None,
         "With `budget` auto: what predictions may differ from the full cache's, in nats.",

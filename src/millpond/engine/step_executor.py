@@ -12,6 +12,7 @@ from torch import Tensor
 
 from millpond.cache.batch_cache import BatchCache
 from millpond.cache.layer.prompt_pass import PartialSpan
+from millpond.engine.chunks.late import LateChunks
 from millpond.engine.completion import CompletionState, with_texts
 from millpond.engine.components import Components
 from millpond.engine.decode_group import DecodeGroup
@@ -135,7 +136,7 @@ class StepExecutor:
         self._counts, self._tokenizer, self._requests = parts.counts, parts.tokenizer, parts.requests
         self._model, self._scheduler, self._sampler = parts.model, parts.scheduler, parts.sampler
         self._prefix_cache, self._chunk_reuse = parts.prefix_cache, parts.chunk_reuse
-        self._prompt_end = PromptEnd(parts)
+        self._prompt_end, self._late_chunks = PromptEnd(parts), LateChunks(parts)
 
     def run(self, groups: list[DecodeGroup], reading: list[tuple[RequestState, int]]) -> list[RequestState]:
         """Run one pass for groups that decode and for prompts that are read.
@@ -156,7 +157,7 @@ class StepExecutor:
         if not groups and not segments:
             return ended_states
         began = time.perf_counter()
-        waits = any(state.blend is not None and state.blend.is_loading for state, _ in reading)
+        waits = self._late_chunks.begin_pass(state for state, _ in reading)
         logits = run(self._model, groups, segments)
         if self._chunk_reuse is not None and segments and not waits:
             n_rows = sum(len(segment.computed) for segment in segments)
@@ -173,6 +174,8 @@ class StepExecutor:
         read: list[RequestState] = []
         partly: list[RequestState] = []
         for (state, n), segment, segment_logits in zip(reading, segments, logits[len(groups) :], strict=True):
+            if self._late_chunks.begins_again(state):
+                continue
             self._add_computed_tokens(state, n, len(segment.computed))
             if state in lost_states:
                 continue

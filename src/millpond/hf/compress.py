@@ -14,6 +14,7 @@ from millpond.cache.pages.pool import DEFAULT_SLOTS, check_slots
 from millpond.cache.pages.pool_set import LayerPools, PoolSet, pools_by_layer
 from millpond.codec import CodecSpec, Format, codec_text, codecs_of
 from millpond.errors import OptionError, UnsupportedModelError
+from millpond.hf.adapter import ALL, use_adapter
 from millpond.hf.attention import switch_attention
 from millpond.hf.cache import MillpondCache
 from millpond.hf.cache_spec import CacheSpec, policy_of
@@ -196,6 +197,9 @@ class _Maker:
         cache.settings, cache.attaches, cache.make_another = self.settings, self.attach, self.make
         attach_output_projections(profile, cache.layer_caches)
         cache.on_close(switch_attention(profile.config))
+        if policy.gates is not None and policy.gates.adapter is not None:
+            passes = cache.passes
+            cache.on_close(use_adapter(profile, policy.gates.adapter, lambda: ALL if passes.running else None))
         if self.native_layers:
             cache.on_close(use_native_layers(model))
         if self.attach:

@@ -20,12 +20,17 @@ from millpond.budget import Budget
 from millpond.cache.serialization import from_tensors, to_tensors
 from millpond.cache.state.span_marks import shares_of_tensors
 from millpond.cache.state.spans import spans_of_tensor
+from millpond.cache.types import RotaryEmbedding
 from millpond.codec.presets import before_means
 from millpond.errors import CacheMismatchError, DataError, OptionError
 from millpond.hf.cache import MillpondCache
+from millpond.hf.calibration.load import rotations_before_rope
 from millpond.hf.compress import compress
+from millpond.hf.model_support import supported, unwrapped
 from millpond.hf.prompt_parts import part_size
 from millpond.hf.state_layers import States
+from millpond.hf.stored_text import StoredText, unit_of
+from millpond.hf.text_storage import TextStorage, TransformSource, transform_of
 from millpond.models.cache_argument import cache_argument
 
 #: Prefix of the names; a layer's entries have its number there.
@@ -72,11 +77,20 @@ def restore_states(states: States, stored: dict[str, Tensor], device: torch.devi
 FORMAT = "millpond-document-3"
 #: Files from before pages held means of keys, which are read as formats of that time.
 BEFORE_MEANS = "millpond-document-2"
+#: Files whose entries are codes of the codec `transform`.
+CODED = "millpond-document-coded-1"
 #: Numbers of each parameter that distinguish models.
 MARKED_NUMBERS = 64
 
 
-def save_document(cache: MillpondCache, ids: Tensor, path: str | os.PathLike[str], *, note: str = "") -> int:
+def save_document(
+    cache: MillpondCache,
+    ids: Tensor,
+    path: str | os.PathLike[str],
+    *,
+    note: str = "",
+    storage: TextStorage | None = None,
+) -> int:
     """Write the cache of one text to a safetensors file, for `restore_document`.
 
     Args:
@@ -84,13 +98,15 @@ def save_document(cache: MillpondCache, ids: Tensor, path: str | os.PathLike[str
         ids: Ids of the whole text, (1, n), evicted tokens included.
         path: Path of the file.
         note: Any words, such as the name of the model; `document_note` returns them.
+        storage: Codec of the stored entries, made before the cache read the text; None to store what is held.
 
     Returns:
         Bytes of the file.
 
     Raises:
         CacheMismatchError: the cache holds several texts, pads, or not these tokens' number.
-        OptionError: a policy of one's own, or a method whose memory a file does not hold.
+        OptionError: a policy of one's own, a method whose memory a file does not hold, or entries that `storage` does
+            not code.
         DataError: the file cannot be written.
     """
     settings = cache.settings
@@ -111,11 +127,14 @@ def save_document(cache: MillpondCache, ids: Tensor, path: str | os.PathLike[str
     for layer_cache in cache.layer_caches:
         if layer_cache.pending:
             layer_cache.run_plans()
-    tensors = {
-        f"{layer_cache.index}.{name}": t
-        for layer_cache in cache.layer_caches
-        for name, t in to_tensors(layer_cache).items()
-    }
+    if storage is not None:
+        tensors = storage.encoded(cache, unit_of(ids))
+    else:
+        tensors = {
+            f"{layer_cache.index}.{name}": t
+            for layer_cache in cache.layer_caches
+            for name, t in to_tensors(layer_cache).items()
+        }
     tensors |= state_tensors(cache.states)
     tensors["ids"] = ids.cpu().int()
     if tracker.marks.kept.of(0):
@@ -137,6 +156,8 @@ def save_document(cache: MillpondCache, ids: Tensor, path: str | os.PathLike[str
     except TypeError as error:
         raise OptionError(f"options {settings['options']} cannot be written down ({error}): give texts") from None
     facts = {"format": FORMAT, "settings": settings_text, "model": fingerprint(model), "note": note}
+    if storage is not None:
+        facts |= {"format": CODED, "storage": storage.codec.name, "transform": storage.transform.digest()}
     facts["checksum"] = checksum(facts, tensors)
     try:
         save_file(tensors, path, facts)
@@ -151,6 +172,7 @@ def restore_document(
     *,
     memory_limit: str | int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    calibration: TransformSource = None,
 ) -> tuple[MillpondCache, Tensor]:
     """Return a cache after the text of a file, and the text's ids (1, n).
 
@@ -162,9 +184,11 @@ def restore_document(
         path: Path of the file.
         memory_limit: See `compress`.
         tokenizer: See `compress`.
+        calibration: For a text that was stored with a storage codec, the model's transform or its file.
 
     Raises:
-        CacheMismatchError: another model read it.
+        CacheMismatchError: another model read it, or another transform file stored it.
+        OptionError: it was stored with a storage codec, and no calibration is given.
         DataError: no such file, or it is broken.
         PoolFullError: there is no room.
     """
@@ -176,6 +200,11 @@ def restore_document(
             f"{os.fspath(path)!r} was made with another model than this {type(model).__name__}, or with other weights: "
             "load that one, or read the text again"
         )
+    stored_text = None
+    if facts["format"] == CODED:
+        stored_text = _stored_text(model, facts, tensors, calibration)
+    elif calibration is not None:
+        raise OptionError(f"calibration: {os.fspath(path)!r} was stored without a storage codec; leave it out")
     settings: dict[str, Any] = json.loads(facts["settings"])
     options, codec, budget = (settings.pop(name) for name in ("options", "codec", "budget"))
     if facts["format"] == BEFORE_MEANS:
@@ -197,9 +226,11 @@ def restore_document(
         if "fair.spans" in tensors and "fair.shares" in tensors:
             fair = shares_of_tensors(tensors.pop("fair.spans"), tensors.pop("fair.shares"))
             cache.tracker.marks.shares.expect(fair)
-        for layer_cache in cache.layer_caches:
+        for nth, layer_cache in enumerate(cache.layer_caches):
             prefix = f"{layer_cache.index}."
             part = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+            if stored_text is not None:
+                part = stored_text.layer(nth, part)
             from_tensors(layer_cache, part, n_tokens, model.device)
         dropped = spans_of_tensor(tensors.pop("dropped"), n_tokens) if "dropped" in tensors else ()
         restore_states(cache.states, tensors, model.device)
@@ -213,6 +244,26 @@ def restore_document(
     return cache, ids
 
 
+def _stored_text(
+    model: PreTrainedModel, facts: Mapping[str, str], tensors: Mapping[str, Tensor], calibration: TransformSource
+) -> StoredText:
+    """Return what decodes the layers of a coded text.
+
+    Raises:
+        OptionError: no transform is given.
+        CacheMismatchError: it is of another model, or not the one that the text was stored with.
+        DataError: it cannot be read.
+    """
+    transform = transform_of(model, calibration)
+    if transform.digest() != facts.get("transform"):
+        raise CacheMismatchError(
+            "this transform file is not the one that the text was stored with: give that one, or read the text again"
+        )
+    rotations: list[RotaryEmbedding | None] = [*rotations_before_rope(supported(unwrapped(model)))]
+    ids = tensors["ids"]
+    return StoredText(transform, rotations, ids.shape[-1], unit_of(ids), model.dtype, model.device)
+
+
 def document_note(path: str | os.PathLike[str]) -> str:
     """Return the words that were saved with a document.
 
@@ -224,7 +275,8 @@ def document_note(path: str | os.PathLike[str]) -> str:
 
 def checksum(facts: dict[str, str], tensors: dict[str, Tensor]) -> str:
     """Return the SHA-256 of a document's other facts and of each tensor with its name, in hex."""
-    return digest_of({name: facts.get(name) for name in ("format", "settings", "model", "note")}, tensors)
+    names = ["format", "settings", "model", "note"] + ["storage", "transform"] * (facts.get("format") == CODED)
+    return digest_of({name: facts.get(name) for name in names}, tensors)
 
 
 def digest_of(facts: Mapping[str, str | None], tensors: Mapping[str, Tensor]) -> str:
@@ -252,7 +304,7 @@ def _read(path: str | os.PathLike[str], *, tensors: bool = True) -> tuple[dict[s
     try:
         with safe_open(name, "pt") as file:
             facts = file.metadata() or {}
-            if facts.get("format") not in (FORMAT, BEFORE_MEANS):
+            if facts.get("format") not in (FORMAT, BEFORE_MEANS, CODED):
                 raise DataError(f"{name!r} is no document of this Millpond: its format is {facts.get('format')!r}")
             return facts, {key: file.get_tensor(key) for key in file.keys() if tensors}  # noqa: SIM118 (no dictionary)
     except (OSError, SafetensorError) as error:

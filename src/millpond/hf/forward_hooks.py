@@ -34,6 +34,11 @@ class ForwardHooks:
             module.register_forward_hook(self._leave, with_kwargs=True, always_call=True) for module in modules
         ]
 
+    @property
+    def running(self) -> bool:
+        """Whether this thread is in a pass of the model that carries the cache."""
+        return bool(self._running) and self._thread is threading.current_thread()
+
     def check_running(self) -> None:
         """Check that the caller is a pass of the model that the cache was made for.
 
@@ -42,7 +47,7 @@ class ForwardHooks:
         """
         if not self._hooks:
             raise CacheMismatchError("this cache is closed; make another one with compress()")
-        if not self._running or self._thread is not threading.current_thread():
+        if not self.running:
             raise CacheMismatchError(
                 f"this cache was made for one {self._model} and met another model (or a part of it, called on its "
                 "own); make a cache for each model with compress()"

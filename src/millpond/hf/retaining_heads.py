@@ -9,7 +9,9 @@ from typing import TypeVar
 from transformers import PreTrainedModel
 
 from millpond.errors import CacheMismatchError, OptionError
+from millpond.hf.adapter import check_adapter
 from millpond.hf.calibration.load import model_mark
+from millpond.hf.model_profile import ModelProfile
 from millpond.models.installed import heads_files
 from millpond.option_files import read_file
 from millpond.policy.scores.trained import FindGates, FindHeads
@@ -36,8 +38,18 @@ def heads_finder(model: PreTrainedModel) -> FindHeads:
 
 
 def gates_finder(model: PreTrainedModel) -> FindGates:
-    """Return a function that finds the gates of `model`, as `heads_finder` finds its heads."""
-    return lambda gates: gates_of_package(model) if gates is None else _own(model, gates, "gates", GATE)
+    """Return a function that finds the gates of `model`, as `heads_finder` finds its heads.
+
+    An adapter beside them is one of its projections.
+    """
+
+    def find(gates: Gates | None) -> Gates:
+        found = gates_of_package(model) if gates is None else _own(model, gates, "gates", GATE)
+        if found.adapter is not None:
+            check_adapter(ModelProfile.of(model), found.adapter)
+        return found
+
+    return find
 
 
 def heads_of_package(model: PreTrainedModel) -> RetainingHeads:

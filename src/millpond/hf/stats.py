@@ -9,6 +9,7 @@ import numpy as np
 
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.quantized_store import QuantizedStore
+from millpond.cache.pages.table_bytes import own_bytes, used_bytes
 from millpond.hf.fork import pages_of
 
 if TYPE_CHECKING:
@@ -89,8 +90,8 @@ def measure(cache: LayerCaches) -> CacheStats:
         layer_kv_bytes=[_layer_bytes(layer_cache.table) for layer_cache in cache.layer_caches],
         layer_formats=[_format(layer_cache.table) for layer_cache in cache.layer_caches],
         layer_tier_bytes=[_tier_bytes(layer_cache.table) for layer_cache in cache.layer_caches],
-        unused_bytes=max(0, kv_bytes - sum(int(table.used_bytes().sum()) for table in tables)),
-        metadata_bytes=sum(table.nbytes for table in tables)
+        unused_bytes=max(0, kv_bytes - sum(int(used_bytes(table).sum()) for table in tables)),
+        metadata_bytes=sum(own_bytes(table) for table in tables)
         + sum(n * (pool.page_bytes - pool.kv_bytes_per_page) for pool, n in live_pages),
         full_kv_bytes=full,
         reserved_bytes=sum(pool.nbytes for pool in cache.pools),

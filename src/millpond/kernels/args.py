@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
-from millpond.kernels.decode_rules import DecodeRule, Reduce
+from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Reduce
 from millpond.kernels.merge.rules import MergeRule
 from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.pages import PageArrays
@@ -219,6 +219,42 @@ class DecodeArgs(OfQueries):
     k_new: Tensor
     v_new: Tensor
     regions: StepRegions
+
+
+class SharedRegions(NamedTuple):
+    """Entries that several sequences of a step share."""
+
+    members: Tensor  #: (n,) int64, the sequences that share them and see every one, each once
+    regions: PageRegions  #: the R = Hkv regions of the entries, only read
+
+
+@dataclass(frozen=True, slots=True)
+class SharedDecodeArgs(OfQueries):
+    """Step without eviction and scores, of sequences that share entries.
+
+    Attributes:
+        step: New tokens and the entries of each sequence alone, all in plain pages, without a window; the rule is
+            `KEEP_ALL`. Its regions hold none of the shared entries; their `lens` are written.
+        shared: Shared entries.
+
+    Raises:
+        OptionError: a step that scores, evicts, has a window or packed pages.
+    """
+
+    step: DecodeArgs
+    shared: tuple[SharedRegions, ...]
+
+    def __post_init__(self) -> None:
+        regions = self.step.regions
+        if regions.rule != KEEP_ALL or regions.shape.window or regions.packed is not None:
+            raise OptionError(
+                "entries are shared by steps that keep all entries in plain pages, without scores and windows; "
+                "take KEEP_ALL, window=0 and no packed part, or decode without shared entries"
+            )
+
+    @property
+    def q(self) -> Tensor:  # type: ignore[override]
+        return self.step.q
 
 
 class DecodeOutput(NamedTuple):

@@ -23,9 +23,11 @@ from millpond.kernels.args import (
     PageRegions,
     PrefillArgs,
     PrefillOutput,
+    SharedDecodeArgs,
     WindowSignalArgs,
 )
 from millpond.kernels.backends import NATIVE_DTYPES
+from millpond.kernels.block_args import BlockSumsArgs
 from millpond.kernels.eager.packed_pages import write_across_heads
 from millpond.kernels.packed.regions import PackedRegions
 
@@ -64,6 +66,19 @@ class OpSet(Protocol):
         """
         ...
 
+    def decode_shared(self, args: SharedDecodeArgs) -> AttendOutput:
+        """Run a step over each sequence's own entries and those that it shares with others, which are read once.
+
+        Results are those of `decode` over all entries of each sequence, but for the order of sums. The partition is
+        that of ChunkAttention (Ye et al., 2024, section 3.2). Where the kernels of the CPU run, both parts are tiles of
+        one parallel loop, put together once (BatchLLM, Zheng et al., 2024, section 4.3); elsewhere `decode` and then
+        `attend` for each run.
+
+        Returns:
+            (S, Hq, value_dim) in q's dtype, 0 where a sequence takes no part; lse (S, Hq), there -inf.
+        """
+        ...
+
     def attend(self, args: AttendArgs) -> AttendOutput:
         """Attend from many sequences' queries to shared entries, read once for all of them.
 
@@ -85,6 +100,14 @@ class OpSet(Protocol):
 
         It is sum_i reduce_h A[h, i, j] over the queries i, each seeing every entry that is not newer. A query that sees
         nothing adds nothing.
+        """
+        ...
+
+    def block_sums(self, args: BlockSumsArgs) -> None:
+        """Add the attention that one query of each sequence pays to the sums of the entries that it sees.
+
+        Entry j of a sequence gathers reduce_h A[h, j] of its KV head's query heads; what it had before is multiplied by
+        the decay first. The newest entry, the query's own, had nothing.
         """
         ...
 
@@ -206,6 +229,11 @@ def decode_rows(args: DecodeRowsArgs) -> AttendOutput:
     return op_set(args.regions.pages.dtype, args.q.device).decode_rows(args)
 
 
+def decode_shared(args: SharedDecodeArgs) -> AttendOutput:
+    """Run `OpSet.decode_shared`."""
+    return op_set(args.step.regions.plain.pages.dtype, args.q.device).decode_shared(args)
+
+
 def attend(args: AttendArgs) -> AttendOutput:
     """Run `OpSet.attend`."""
     return op_set(args.regions.pages.dtype, args.q.device).attend(args)
@@ -219,6 +247,11 @@ def prefill(args: PrefillArgs) -> PrefillOutput:
 def window_signal(args: WindowSignalArgs) -> Tensor:
     """Run `OpSet.window_signal`."""
     return op_set(args.q.dtype, args.q.device).window_signal(args)
+
+
+def block_sums(args: BlockSumsArgs) -> None:
+    """Run `OpSet.block_sums`."""
+    op_set(args.q.dtype, args.q.device).block_sums(args)
 
 
 def write(regions: PageRegions, rows: EntryRows) -> None:

@@ -10,8 +10,9 @@ from millpond.codec.spec import Codec
 from millpond.errors import BudgetError, OptionError
 from millpond.methods import method
 from millpond.option_ranges import POSITIONS, SOME_POSITIONS, Range, check_parts
+from millpond.policy.codec_refusal import WAY_OUT
 from millpond.policy.needs import Needs, Offload
-from millpond.policy.policy import WAY_OUT, Policy
+from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 
 #: Queries of a prompt that look up one set of blocks, by default.
@@ -165,10 +166,12 @@ def infllm(
     Departs from the paper: as in the official code r sums attention after the softmax. A query whose text fits into
     the budget attends to all of it at true distances. On a GPU all blocks leave the pool for the host's memory, where
     the paper keeps recently used ones on the GPU; on a CPU, whose pool is the host's memory, they stay unless `offload`
-    moves them. They leave when the pass that completes them ends, so that a prompt is in the pool as a whole, and an
-    engine reserves memory as if they stayed. Layers with a sliding window attend as ever. Defaults are smaller than the
-    paper's, in proportion to budgets of some hundred entries. Prompts in chunks give the same result where chunks hold
-    whole multiples of `together`; by default all of a prompt is read in one pass. Lookups run in torch operations,
+    moves them. They leave when the pass that completes them ends. An engine whose blocks leave reads prompts in pieces
+    of whole multiples of `together` and reserves sinks, newest entries, a block and a piece for each request, and the
+    blocks themselves where they are in the same memory; elsewhere a prompt is read in one pass, and is in the pool as a
+    whole. Layers with a sliding window attend as ever. Defaults are smaller than the paper's, in proportion to budgets
+    of some hundred entries. Prompts in chunks give the same result where chunks hold whole multiples of `together`.
+    Lookups run in torch operations,
     while decoding sequence by sequence: a step takes several times as long as one over the whole cache.
     """
     if isinstance(local, float) and local >= 1:

@@ -12,11 +12,12 @@ from torch import Tensor
 from millpond.codec.spec import Codec
 from millpond.errors import NumericsError, OptionError
 from millpond.kernels.decode_rules import DecodeRule, Evict
+from millpond.policy.codec_refusal import WAY_OUT
 from millpond.policy.eviction_plan import EvictionPlan
 from millpond.policy.head_allocation import Uniform, lowest_scored
 from millpond.policy.layer_allocation import EvenLayers
 from millpond.policy.needs import HeadRule, Heads, Needs, TokenSource
-from millpond.policy.policy import WAY_OUT, Policy
+from millpond.policy.policy import Policy
 from millpond.policy.scores.attention import AccumulatedAttention
 from millpond.policy.token_classes import PUNCTUATION, SPECIAL, TokenClasses
 from millpond.policy.view import View

@@ -12,6 +12,7 @@ from millpond.codec.spec import Codec
 from millpond.errors import NumericsError, OptionError
 from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Spacing
 from millpond.option_ranges import check_parts
+from millpond.policy.codec_refusal import codec_refusal
 from millpond.policy.decode_rule import room_order
 from millpond.policy.eviction_plan import EvictionPlan, with_rest
 from millpond.policy.head_allocation import HeadAllocation, PromptHeadAllocation, Uniform
@@ -30,8 +31,6 @@ REDUCE = {"mean": Reduce.MEAN, "max": Reduce.MAX, "sum": Reduce.SUM}
 
 #: Positions between two evictions of a prompt, by default.
 CHUNK = 256
-#: What to do where a method and a number format do not compose.
-WAY_OUT = "use codec='bf16', or another method"
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,46 +355,7 @@ class Policy:
 
     def codec_refusal(self, codec: Codec) -> str | None:
         """Return why entries cannot be stored in a number format, with the way out, or None."""
-        if self.positions == "cache_relative":
-            return (
-                "this method turns stored keys to new positions, and codes cannot be turned; give positions='absolute'"
-            )
-        if self.merge is not None and self.every_step:
-            return (
-                "this method merges into stored entries while decoding, and a sealed group cannot be written again; "
-                f"merge at the end of the prompt alone (decode='grow'), or {WAY_OUT}"
-            )
-        if codec.rotated and self.sums_queries:
-            return (
-                f"this method's score turns queries back by their positions, which a Hadamard rotation hides; {WAY_OUT}"
-            )
-        if codec.across_heads and not self.keeps_all:
-            return (
-                "it takes the range of a token from all heads, and this method keeps tokens in some heads alone; use "
-                f"method 'full', or {codec.name.replace('_paper', '')}, whose ranges are those of a head"
-            )
-        if codec.prune_values and self.prefill == "greedy":
-            return (
-                "the value channels to drop are chosen by what the prompt's last queries read, and this method stores "
-                "entries before it is read; give prefill='once', or a codec that drops key channels alone"
-            )
-        return self._tier_refusal() if codec.tiered else None
-
-    def _tier_refusal(self) -> str | None:
-        """Return why evicted entries cannot be demoted to fewer bits instead; None if they can."""
-        if self.keeps_all:
-            return (
-                "what a method would evict goes to the lower tier, and this one evicts nothing; use h2o, snapkv or "
-                "another"
-            )
-        if self.decode_allocation.every:
-            return (
-                f"heads compete every {self.decode_allocation.every} steps for one budget, and a lower tier has none; "
-                "set every=0"
-            )
-        if self.merge is not None:
-            return f"this method merges evicted entries, so nothing is left for a lower tier; {WAY_OUT}"
-        return None
+        return codec_refusal(self, codec)
 
     def kept_refusal(self) -> str | None:
         """Return why spans of a text cannot be kept in every head, with the way out, or None."""

@@ -92,12 +92,14 @@ class CacheFactory(CacheLayout):
         reach: Positions after which gaps close and a text continues; None: it ends there.
         host_kv: Layers whose pages are in the host's memory while the model is on a device; None: all pages are where
             the model is.
+        step_tokens: Tokens of one pass, where prompts are read.
 
     Attributes:
         policy: Policy under the budget.
         budget: Budget of one sequence.
         pools: Pools that hold the entries.
-        whole_prompt: Whether a prompt must be read in one pass, because where it is cut would change the result.
+        whole_prompt: Whether a prompt must be read in one pass, or be cut at multiples of `piece`, because where it is
+            cut would change the result.
         slots: Counts the states of a hybrid; None for other models.
         described: Method, options, budget and format in words: equal where caches are kept alike.
 
@@ -119,6 +121,7 @@ class CacheFactory(CacheLayout):
         tier: DiskTier | None = None,
         reach: int | None = None,
         host_kv: HostKV | None = None,
+        step_tokens: int = 512,
     ) -> None:
         policy = policy_of(method, dict(options))
         check_packable(method, policy.needs)
@@ -127,6 +130,8 @@ class CacheFactory(CacheLayout):
             model.model, profile, policy, method, budget, codec, tokenizer=tokenizer, calibration=calibration
         )
         policy, kept, stored = spec.policy, spec.budget, spec.stored
+        if policy.gates is not None and policy.gates.adapter is not None:
+            model.check_adapters()
         if tier is not None and policy.needs_all_layers:
             raise OptionError(
                 f"method {method!r} compares all layers when it plans, and those on the disk are here one at a time; "
@@ -155,7 +160,11 @@ class CacheFactory(CacheLayout):
             lambda one: find_pools(one or model.dtype, policy.mass_bias, True),
         )
         super().__init__(policy, kept, pools, model.layers, model.dtype, model.device)
-        self.whole_prompt = policy.needs.whole_prompt or (model.states is not None and model.states.restarts)
+        restarts = model.states is not None and model.states.restarts
+        self.whole_prompt = policy.needs.whole_prompt or restarts
+        lookup = policy.needs.block_lookup
+        if lookup is not None and not restarts and self.blocks_leave:
+            self.piece = lookup.together * max(1, step_tokens // lookup.together)
         self.slots, self.tier, self.host_kv = slots, tier, host_kv
         self.described = described(method, options, kept, stored or model.dtype, reach)
         self.reach, self._rotations = reach, rotations

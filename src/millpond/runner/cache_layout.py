@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 
 from millpond.budget import Budget
+from millpond.cache.far_blocks import BlockFormat, Place, place_of
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import PagePool, QuantizedPool
 from millpond.cache.pages.pool_set import LayerPools
@@ -35,12 +36,15 @@ class CacheLayout:
             and other layers' pages are there; empty where one memory holds all.
         tier_limits: Limits of both memories; None where one memory holds all.
         reach: Positions after which gaps close and a text continues; None: it ends there.
+        piece: Tokens at whose multiples a prompt is cut, so that entries leave the pools between its parts; 0: none
+            leave, or the prompt is read in one pass.
     """
 
     on_disk: frozenset[int] = frozenset()
     on_host: frozenset[int] = frozenset()
     tier_limits: TierLimits | None = None
     reach: int | None = None
+    piece: int = 0
 
     def __init__(
         self,
@@ -146,6 +150,8 @@ class CacheLayout:
     def _prompt_entries(self, layer: int, table: PageTable, prompt: int) -> int:
         """Return the most entries per KV head of a layer that reads a prompt of `prompt` tokens."""
         policy, prompt = self.policy, self.within_context(prompt)
+        if self.piece and self.block_place(self._layers[layer]) is not None:
+            return min(prompt, self._resident(layer, table, prompt, prompt) + self.piece)
         if policy.prefill == "once":
             return prompt
         budget = min(prompt, self.entries(layer, prompt, table))
@@ -156,7 +162,7 @@ class CacheLayout:
         policy, total = self.policy, prompt + answer
         window = self._layers[layer].window
         if policy.keeps_all:
-            before, after = prompt, total
+            before, after = (self._resident(layer, table, prompt, seen) for seen in (prompt, total))
         else:
             budget = self.entries(layer, total if policy.grows else prompt, table)
             before = min(prompt, budget)
@@ -173,6 +179,54 @@ class CacheLayout:
         if window:
             before, after = min(before, window), min(after, window + policy.plan_every)
         return before, max(before, after)
+
+    def block_place(self, layer: LayerShape) -> Place | None:
+        """Return where blocks of a layer go that queries look up; None: they stay in the pool, or there are none."""
+        lookup = self.policy.needs.block_lookup
+        if lookup is None or layer.window:
+            return None
+        return place_of(lookup.offload, self.pools.of(layer.index).codec, self._where(layer))
+
+    @property
+    def blocks_leave(self) -> bool:
+        """Whether blocks of some layers leave the pools."""
+        return any(self.block_place(layer) is not None for layer in self._layers)
+
+    def _resident(self, layer: int, table: PageTable, prompt: int, seen: int) -> int:
+        """Return the most entries per KV head in the pool of a layer that keeps all of `seen` tokens.
+
+        Besides sinks and newest ones these are entries that fill no block yet, with those of a step.
+        """
+        lookup = self.policy.needs.block_lookup
+        if lookup is None or self.block_place(self._layers[layer]) is None:
+            return seen
+        return min(seen, lookup.protect.sinks + self._local(layer, table, prompt) + lookup.protect.block)
+
+    def _local(self, layer: int, table: PageTable, prompt: int) -> int:
+        """Return the newest entries that every query of a layer sees where blocks are looked up."""
+        lookup = self.policy.needs.block_lookup
+        assert lookup is not None, "blocks are looked up"
+        return lookup.protect.local(self.entries(layer, self.within_context(prompt), table))
+
+    def _block_bytes(self, prompt: int, total: int) -> int:
+        """Return the bytes of blocks outside of the pools in the same memory, and of those of one layer looked up.
+
+        Blocks on a disk, or in the host's memory while the pool is on a device, do not count.
+        """
+        lookup = self.policy.needs.block_lookup
+        held, back = 0, [0]
+        for index, layer in enumerate(self._layers if lookup is not None else ()):
+            place = self.block_place(layer)
+            if lookup is None or place is None:
+                continue
+            table, size = self.empty_table(layer), lookup.protect.block
+            n_blocks = max(total - lookup.protect.sinks - self._local(index, table, prompt), 0) // size
+            looked_up = lookup.protect.blocks(self.entries(index, self.within_context(prompt), table))
+            back.append(min(n_blocks, looked_up) * size * self.entry_bytes(layer))
+            if place == "host" and self._where(layer).type == "cpu":
+                form = BlockFormat(place, size, self.pools.of(layer.index).codec)
+                held += n_blocks * form.nbytes(layer.n_kv_heads, (layer.key_dim, layer.value_dim), self._dtype)
+        return held + max(back)
 
     @property
     def state_bytes(self) -> int:
@@ -198,7 +252,8 @@ class CacheLayout:
         """Return the bytes that a sequence holds outside its pages, in all layers.
 
         These are queries of the prompt, at most the number that its plan looks at; the keys of sinks that move, as they
-        were before RoPE and at the next positions; and the keys by which blocks are looked up.
+        were before RoPE and at the next positions; the keys by which blocks are looked up; and blocks outside of the
+        pools in the same memory, with those of one layer that come back.
 
         Args:
             prompt: Tokens of the prompt.
@@ -211,7 +266,7 @@ class CacheLayout:
         sinks = policy.protect.sinks if moves else 0
         lookup = policy.needs.block_lookup
         blocks = 0 if lookup is None else total // lookup.protect.block
-        return sum(
+        return self._block_bytes(prompt, total) + sum(
             layer.key_dim * layer.n_queries * (queries * size + blocks * wide)
             + layer.key_dim * layer.n_kv_heads * sinks * (wide + positions_ahead(sinks) * size)
             for layer in self._layers

@@ -20,9 +20,11 @@ from millpond.cache.pages.ref_counted_pool import Pool
 from millpond.cache.state.recurrent_states import RecurrentStates
 from millpond.codec.basis import Basis
 from millpond.errors import CacheMismatchError, UnsupportedModelError
+from millpond.hf.adapter import Rows
 from millpond.hf.attention import tag
 from millpond.hf.layer import EmptyLayer, PassLayer
 from millpond.kernels.args import AttentionShape, StepRegions
+from millpond.policy.trained.adapter import Adapter
 
 #: attend(layer, q (N, n_heads, D), k, v (N, n_kv_heads, D), shape) -> (N, n_heads, value_dim).
 LayerAttend = Callable[[int, Tensor, Tensor, Tensor, AttentionShape], Tensor]
@@ -219,6 +221,16 @@ def _growth(segments: Sequence[Segment]) -> Pages:
             elif layer_cache.table is not None:
                 need[layer_cache.table.pool] += layer_cache.pages_for(segment.end - segment.begin)
     return dict(need)
+
+
+def adapted_rows(segments: Sequence[Segment]) -> list[tuple[Adapter, Rows]]:
+    """Return the adapters of the segments' gates, and the rows that each acts on."""
+    found: dict[Adapter, list[slice]] = {}
+    for segment in segments:
+        gates = segment.layer_caches[0].policy.gates if segment.layer_caches else None
+        if gates is not None and gates.adapter is not None:
+            found.setdefault(gates.adapter, []).append(slice(segment.begin, segment.end))
+    return list(found.items())
 
 
 class ShapeWatch:

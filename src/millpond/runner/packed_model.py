@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millpond.errors import OptionError, UnsupportedModelError, unknown
+from millpond.hf.adapter import acting
 from millpond.hf.attention import begin_pass, check_window, end_pass, switch_attention
 from millpond.hf.grad_mode import no_autograd
 from millpond.hf.model_profile import ModelProfile
@@ -39,6 +40,7 @@ from millpond.runner.packed_cache import (
     SegmentedAttention,
     Served,
     ShapeWatch,
+    adapted_rows,
 )
 from millpond.runner.runner_choice import Runner, check_own_layers
 from millpond.runner.state_mixers import CarriedStates, StateShape, find_mixers, use_segments
@@ -207,7 +209,10 @@ class PackedModel:
         Raises:
             UnsupportedModelError: deterministic, and the modules may not be bypassed any more.
         """
-        split = SegmentedAttention(segments)
+        split, adapted = SegmentedAttention(segments), adapted_rows(segments)
+        if adapted:
+            with acting(ModelProfile.of(self.model), adapted):
+                return self._run(ids, positions, split, rows, given)
         if self._lean is not None and self._lean.ready():
             return self._lean.forward(ids, positions, split, rows, given)
         if self.deterministic:
@@ -216,6 +221,19 @@ class PackedModel:
                 "or call model.eval()"
             )
         return self._run(ids, positions, split, rows, given)
+
+    def check_adapters(self) -> None:
+        """Check that adapters of projections can act, for which a pass goes through the model's modules.
+
+        Raises:
+            OptionError: the model runs without them alone: its weights are codes or read layer by layer, or rows have
+                the same bits in every pass.
+        """
+        if self.deterministic or self._streamed is not None or (self._lean is not None and self._lean.code_bytes):
+            raise OptionError(
+                "the file of gates holds an adapter (--lora), which acts in the model's modules, and weights=, memory= "
+                "and deterministic=True run without them; leave them out, or take gates without an adapter"
+            )
 
     def check_second_layer(self) -> None:
         """Check that the keys of the second layer can be computed.

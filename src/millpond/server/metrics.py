@@ -130,6 +130,11 @@ def _of_chunks(stats: ChunkStoreStats) -> Iterator[Metric]:
         "read_failures": ("Files of chunks that the disk did not give.", stats.read_failures),
         "left_out_rows": ("Tokens of chunks out of focus that layers left out, by layer.", stats.left_out),
         "load_failures": ("Requests whose chunks could not be loaded, and were computed.", stats.load_failures),
+        "load_timeouts": (
+            "Requests whose chunks were computed, since nothing came from the disk.",
+            stats.load_timeouts,
+        ),
+        "begun_again": ("Prompts that began again for a layer of a chunk that was not in.", stats.begun_again),
         "not_finite": ("Variants with numbers that the store's format cannot hold.", stats.not_finite),
     }
     yield from _families(CounterMetricFamily, "chunk_", counters)

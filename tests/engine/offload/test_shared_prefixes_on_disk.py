@@ -14,6 +14,7 @@ from millpond.engine.batch_plan import plan_batch
 from millpond.engine.engine import Engine
 from millpond.engine.outputs import EngineStats
 from millpond.engine.request import Request
+from millpond.engine.scheduler_request import RequestStatus
 from tests.engine.test_offload import N_LAYERS, VOCABULARY, model, options
 from tests.engine.test_prefix_cache_full_pool import tree_of_prompts
 
@@ -80,3 +81,26 @@ def test_a_limit_of_memory_holds_and_the_disk_of_each_is_reserved(tmp_path: Path
     assert names >= {str(n) for n in range(len(PROMPTS))}
     assert any(name.startswith("shared prefix") for name in names)
     assert not any(tier.has_reserved(name) for name in names)
+
+
+@pytest.mark.parametrize("method", ["full", "h2o", "kvmerger"])
+@pytest.mark.parametrize("layers", [range(N_LAYERS), range(1, N_LAYERS, 2)], ids=["all layers", "some layers"])
+@pytest.mark.parametrize("length", [128, 130], ids=["full pages", "a page that is not full"])
+def test_a_common_beginning_takes_no_more_than_was_estimated(
+    method: str, layers: range, length: int, tmp_path: Path
+) -> None:
+    tier = DiskTier(tmp_path, layers)
+    engine = Engine(model("llama"), **(options(method) | {"max_step_tokens": length // 2}), tier=tier)
+    params = mp.SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    common = PROMPTS[0][:length]
+    engine.add_batch([Request(request_id=str(n), prompt=(*common, 3 + n, 7), params=params) for n in range(2)])
+    while not (pinned := engine._requests.with_status(RequestStatus.PINNED)):
+        engine.step()
+        assert engine.stats().kv_bytes <= engine._scheduler.reserved_bytes
+    assert engine.stats().running == 0, "the beginning alone holds pages"
+    need = pinned[0].scheduled.memory_need
+    assert 0 < engine.stats().kv_bytes <= need.shared
+    assert 0 < tier.bytes_used <= need.disk * len(layers)
+    while engine.busy:
+        engine.step()
+    engine.close()

@@ -3,7 +3,8 @@
 Parts: "texts" after a change of options or routes that is meant; "tokens" and "files" only where a format gets a new
 version or a method new results, and then the old files stay beside the new ones. "unread" writes the kept request with
 all its fields anew, after one of them was added that has a default: the file of before must still be read, as
-`tests/formats` has shown before. "bits" prints a hash of the bits of each run on this machine, and writes nothing.
+`tests/formats` has shown before. "coded" writes the text in the codec `transform` alone. "bits" prints a hash of the
+bits of each run on this machine, and writes nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from tests.helpers.formats import engine_files, runs, texts
+from tests.helpers.formats.coded import coded_content, write_coded
 from tests.helpers.formats.documents import write_documents
 from tests.helpers.formats.files import write_chat, write_files
 from tests.helpers.formats.model import DATA, sure, write_model
@@ -36,6 +38,7 @@ def write_all_files() -> None:
     engine_files.write_plan()
     found["files"] = write_files()
     found["documents"] = write_documents()
+    found["coded"] = _coded()
     engine_files.write_weights()
     found["weights"] = sure(lambda seed: engine_files.streamed(engine_files.WEIGHTS, engine_files.PLAN, seed), COARSE)
     said = engine_files.write_sessions()
@@ -46,6 +49,16 @@ def write_all_files() -> None:
     engine_files.write_unread()
     write_chat()
     _write(CONTENT, found)
+
+
+def _coded() -> dict[str, Any]:
+    write_coded()
+    return sure(coded_content)
+
+
+def write_coded_alone() -> None:
+    """The text in the codec `transform` beside the other files, which stay."""
+    _write(CONTENT, {**json.loads(CONTENT.read_text(encoding="utf-8")), "coded": _coded()})
 
 
 def write_tokens() -> None:
@@ -80,6 +93,7 @@ def _write(path: Any, found: Any) -> None:
 def main(asked: list[str]) -> None:
     parts = {
         "files": write_all_files,
+        "coded": write_coded_alone,
         "tokens": write_tokens,
         "texts": write_texts,
         "unread": engine_files.write_unread,

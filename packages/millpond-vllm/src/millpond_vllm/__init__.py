@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from millpond_vllm.settings import CHUNK, KEY, EngineSettings
+from millpond_vllm.event_times import CHUNK
 
 __all__ = ["engine_args"]
 
@@ -46,12 +46,6 @@ def engine_args(
         given["force"] = True
     if options:
         given["options"] = options
-    EngineSettings.parse(given)
-    from millpond_vllm.platform_classes import scheduler_class, worker_class
+    from millpond_vllm.platform_classes import engine_arguments  # vLLM loads this package where it is not asked for
 
-    return {
-        "scheduler_cls": scheduler_class(),
-        "worker_cls": worker_class(),
-        "logits_processors": ["millpond_vllm.request_check:RequestCheck"],
-        "additional_config": {KEY: given},
-    }
+    return engine_arguments(given)

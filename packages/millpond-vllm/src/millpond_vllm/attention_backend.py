@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from millpond_vllm.worker_state import WorkerState
 
 #: Attributes of vLLM's layers and metadata that this package adds.
-STATE, ROWS = "millpond_state", "millpond_rows"
+STATE, STEP = "millpond_state", "millpond_step"
 
 
 def state_of(layer: Any) -> tuple[WorkerState, int] | None:
@@ -73,8 +73,7 @@ class EvictingBuilder:
             _num_computed_tokens_cache=None,
         )
         metadata = super().build(common_prefix_len, given, fast_build)  # type: ignore[misc]
-        if state.queries is not None:
-            setattr(metadata, ROWS, state.queries.rows(given.slot_mapping[: given.num_actual_tokens]))
+        setattr(metadata, STEP, state.plan_step(given, common_attn_metadata.seq_lens))
         return metadata
 
     def _kept_in_place(self, rows: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,11 +110,9 @@ class ObservingImpl:
         if metadata is None or found is None:
             return out
         state, index = found
-        rows = getattr(metadata, ROWS, None)
-        if state.queries is not None and rows is not None:
-            state.queries.remember(index, plain_queries(layer, query), rows)
-        if state.sums is not None:
-            state.sums.gather(state.layers[index], plain_queries(layer, query), metadata)
+        step = getattr(metadata, STEP, None)
+        if step is not None:
+            state.observe(index, plain_queries(layer, query), key, value, step)
         return out
 
 

@@ -10,6 +10,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from millpond_vllm.event_times import EventTimes
+from millpond_vllm.figures import EvictionCounts
 from millpond_vllm.messages import Eviction
 from millpond_vllm.settings import KEY, BlockRules, EngineSettings, RequestSettings
 
@@ -32,22 +33,7 @@ class EvictingSpec(FullAttentionSpec):
         length = vllm_config.model_config.max_model_len
         rules = BlockRules(settings, settings.policy(), self.block_size, pool=0)
         peak = rules.times(length, RequestSettings()).peak_blocks(length)
-        return min(whole, (peak + 1) * self.page_size_bytes)
-
-
-@dataclass(slots=True)
-class EvictionCounts:
-    """Figures of evictions.
-
-    Attributes:
-        events: Events so far.
-        freed: Blocks that they gave back.
-        in_place: Events that packed into blocks of their own, because none was free.
-    """
-
-    events: int = 0
-    freed: int = 0
-    in_place: int = 0
+        return min(whole, (peak + 1) * int(self.page_size_bytes))
 
 
 class EvictingManager(FullAttentionManager):
@@ -129,7 +115,7 @@ class EvictingManager(FullAttentionManager):
         self.events[request_id] = computed
         for one in (counts, self.total):
             one.events += 1
-            one.freed += len(freed)
+            one.freed += len(source) - len(target)
         left_before = 0 if before is None else times.left(before)
         return Eviction(request_id, _ids(source), _ids(target), _ids(tail), computed, left, left_before, _ids(blocks))
 

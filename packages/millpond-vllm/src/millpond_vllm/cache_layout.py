@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from millpond import UnsupportedModelError
+from millpond import OptionError, UnsupportedModelError
+from millpond.plugins import KeyOrder
 
 #: Writes keys and values (block size, H, D) into places of a cache of one block, as the engine's own writer does.
 Writer = Callable[[Tensor, Tensor, Tensor, Tensor], None]
@@ -28,8 +30,16 @@ class CacheLayout(Protocol):
         """Store keys and values (H, n * block size, D) into n blocks."""
         ...
 
+    def read_keys(self, cache: Tensor, blocks: Tensor) -> Tensor:
+        """Return keys (H, n * block size, D) of n blocks in order."""
+        ...
 
-@dataclass(frozen=True, slots=True)
+    def keys(self, cache: Tensor) -> tuple[Tensor, KeyOrder]:
+        """Return the keys of all blocks as they lie, (blocks, H, numbers), and their order."""
+        ...
+
+
+@dataclass(frozen=True)
 class HeadMajorLayout:
     """(blocks, H, block size, 2 D) of one processor: keys of a block, then its values, in an order of their own.
 
@@ -81,14 +91,39 @@ class HeadMajorLayout:
 
     def read(self, cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """See `CacheLayout.read`."""
-        n, (_, n_heads, block, width) = len(blocks), cache.shape
-        parts = cache[blocks].view(n, n_heads, 2, block * width // 2)
+        parts = self._parts(cache)[blocks]
+        return self._ordered(parts[:, :, 0], self.keys_at), self._ordered(parts[:, :, 1], self.values_at)
 
-        def part(index: int, at: Tensor) -> Tensor:
-            ordered = parts[:, :, index][..., at].view(n, n_heads, block, width // 2)
-            return ordered.transpose(0, 1).reshape(n_heads, n * block, width // 2)
+    def read_keys(self, cache: Tensor, blocks: Tensor) -> Tensor:
+        """See `CacheLayout.read_keys`."""
+        return self._ordered(self._parts(cache)[:, :, 0][blocks], self.keys_at)
 
-        return part(0, self.keys_at), part(1, self.values_at)
+    def keys(self, cache: Tensor) -> tuple[Tensor, KeyOrder]:
+        """See `CacheLayout.keys`.
+
+        Raises:
+            UnsupportedModelError: tokens and channels are mixed in the order.
+        """
+        return self._parts(cache)[:, :, 0], self._key_order
+
+    @cached_property
+    def _key_order(self) -> KeyOrder:
+        try:
+            return KeyOrder.of(self.keys_at.view(self.block, -1))
+        except OptionError as error:
+            raise UnsupportedModelError(f"millpond: {error}, so no attention can be summed here; use snapkv") from error
+
+    @staticmethod
+    def _parts(cache: Tensor) -> Tensor:
+        """Return (blocks, H, 2, block size * D): keys and values of each head of each block."""
+        n_blocks, n_heads, block, width = cache.shape
+        return cache.view(n_blocks, n_heads, 2, block * width // 2)
+
+    def _ordered(self, part: Tensor, at: Tensor) -> Tensor:
+        """Return (H, n * block size, D) of parts (n, H, block size * D)."""
+        n, n_heads, size = part.shape
+        ordered = part[..., at].view(n, n_heads, self.block, size // self.block)
+        return ordered.transpose(0, 1).reshape(n_heads, n * self.block, size // self.block)
 
     def write(self, cache: Tensor, blocks: Tensor, keys: Tensor, values: Tensor) -> None:
         """See `CacheLayout.write`."""

@@ -6,14 +6,17 @@ so that an engine beside it, without millpond, is vLLM's alone.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from types import FrameType
 from typing import Any
 
 from millpond import UnsupportedModelError
 from millpond_vllm.messages import StepOrders
+from millpond_vllm.rotation import HeadRotation
 
 #: Versions with which the tests ran.
 TESTED = ("0.32.0",)
@@ -61,6 +64,80 @@ def install() -> None:
 
     KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(EvictingSpec, EvictingManager, uniform_type_base_spec=FullAttentionSpec)
+
+
+def run_serve(arguments: list[str]) -> None:
+    """Run the command `vllm serve` in this process."""
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.logger import configure_logging_from_args
+
+    cli_env_setup()
+    command, given = _parsed_serve(arguments)
+    configure_logging_from_args(given)
+    command.validate(given)
+    command.cmd(given)
+
+
+def serve_config(arguments: list[str]) -> Any:
+    """Return the configuration of the engine that `vllm serve` would start; no weights are read.
+
+    Raises:
+        UnsupportedModelError: vLLM refuses it.
+    """
+    from vllm import AsyncEngineArgs
+
+    given = _parsed_serve(arguments)[1]
+    given.model = given.model_tag or given.model
+    try:
+        return AsyncEngineArgs.from_cli_args(given).create_engine_config()
+    except (OSError, ValueError, NotImplementedError) as error:  # no such model, or one that does not fit its flags
+        raise UnsupportedModelError(f"vLLM refuses this: {error}") from error
+
+
+def engine_of(arguments: list[str]) -> Any:
+    """Return an engine in this process, with the arguments of `vllm serve`."""
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    given = _parsed_serve(arguments)[1]
+    given.model = given.model_tag or given.model
+    return LLMEngine.from_engine_args(EngineArgs.from_cli_args(given))
+
+
+def request_counts(engine: Any) -> tuple[int, int]:
+    """Return how many requests of an engine in this process run, and how many wait."""
+    counts: tuple[int, int] = engine.engine_core.engine_core.scheduler.get_request_counts()
+    return counts
+
+
+def _parsed_serve(arguments: list[str]) -> tuple[Any, Any]:
+    """Return the command `vllm serve`, and its arguments as it parses them.
+
+    The entry `vllm` asks for the version of a distribution of that name, which a build for CPUs is not: the command is
+    made from its parts.
+    """
+    from vllm.entrypoints.cli.serve import cmd_init
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    sys.argv = ["vllm", "serve", *arguments]
+    parser = FlexibleArgumentParser(prog="vllm")
+    command = cmd_init()[0]
+    command.subparser_init(parser.add_subparsers(dest="subparser"))
+    return command, parser.parse_args()
+
+
+def engine_in_progress() -> tuple[dict[str, Any] | None, Any, Any] | None:
+    """Return the configuration, scheduler and worker of the engine whose arguments load plugins; None outside of it.
+
+    vLLM's plugins are called without arguments, from the method that makes those of an engine.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        made: Any = frame.f_locals.get("self")
+        if frame.f_code.co_name == "__post_init__" and hasattr(made, "additional_config"):
+            return made.additional_config, getattr(made, "scheduler_cls", None), getattr(made, "worker_cls", None)
+        frame = frame.f_back
+    return None
 
 
 @contextmanager
@@ -171,6 +248,14 @@ def ends_at_states(scheduler: Any) -> bool:
     return aligned and bool(scheduler.kv_cache_manager.enable_caching)
 
 
+def metric_labels(vllm_config: Any) -> dict[str, str]:
+    """Return the labels that vLLM's own metrics of an engine have."""
+    return {
+        "model_name": str(vllm_config.model_config.served_model_name),
+        "engine": str(vllm_config.parallel_config.data_parallel_rank),
+    }
+
+
 def is_running(request: Any) -> bool:
     """Whether a request holds blocks and is computed."""
     from vllm.v1.request import RequestStatus
@@ -197,6 +282,29 @@ def orders_of(output: Any) -> StepOrders:
     """Return the orders of a step; none where a scheduler sent none."""
     orders = getattr(output, _ORDERS, None)
     return orders if isinstance(orders, StepOrders) else StepOrders()
+
+
+# ---------------------------------------------------------------------- configuration
+
+
+def backend_name(vllm_config: Any) -> str:
+    """Return the attention backend that the platform takes for layers of full attention."""
+    from vllm.platforms import current_platform
+
+    chosen = vllm_config.attention_config.backend
+    if chosen is not None:
+        return str(chosen.name)
+    return "CPU_ATTN" if current_platform.is_cpu() else "chosen by vLLM when the model is loaded"
+
+
+def bytes_of_entry(vllm_config: Any) -> int:
+    """Return the bytes of a token's key and value in one layer, of all KV heads."""
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+
+    model = vllm_config.model_config
+    dtype = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model)
+    heads: int = model.get_total_num_kv_heads()
+    return 2 * heads * int(model.get_head_size()) * int(dtype.itemsize)
 
 
 # ---------------------------------------------------------------------- worker
@@ -239,6 +347,52 @@ def attention_layers(vllm_config: Any, names: list[str] | None = None) -> dict[s
 
     layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, Attention, names)
     return layers
+
+
+def layer_number(name: str) -> int:
+    """Return the number of an attention layer in the whole model."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    number: int = extract_layer_index(name)
+    return number
+
+
+#: Attributes by which vLLM's attention modules say that they do not rotate.
+_ROTATES = ("use_rope", "_use_rope", "use_rotary")
+#: Modules that hold a rotation and use it in some layers only, by the beginnings of their names.
+_ROTATE_SOMETIMES = ("Cohere", "Exaone4", "Afmoe")
+
+
+def rotation_of(model: Any, name: str, dim: int) -> HeadRotation | None:
+    """Return how an attention layer rotates its heads of `dim` numbers; None if it does not.
+
+    Raises:
+        UnsupportedModelError: that cannot be found out, or it is no rotation that the position alone decides.
+    """
+    parent = dict(model.named_modules()).get(name.rsplit(".", 1)[0])
+    kind = type(parent).__name__
+    if any(getattr(parent, flag, True) is False for flag in _ROTATES):
+        return None
+    if not hasattr(parent, "rotary_emb") or kind.startswith(_ROTATE_SOMETIMES):
+        raise UnsupportedModelError(
+            f"millpond: the method needs queries as they are before RoPE, and {kind} does not show where it rotates "
+            "them; use snapkv"
+        )
+    rotary = parent.rotary_emb
+    if rotary is None:
+        return None
+    table = getattr(rotary, "cos_sin_cache", None)
+    if table is None or getattr(rotary, "mrope_section", None) or not hasattr(rotary, "forward_native"):
+        raise UnsupportedModelError(
+            f"millpond: the method needs queries as they are before RoPE, and {type(rotary).__name__} is no rotation "
+            "by one position for each token; use snapkv"
+        )
+
+    def turn(x: Any, positions: Any) -> Any:
+        turned, _ = rotary.forward_native(positions, x.flatten(1), x.flatten(1).clone())
+        return turned.view(x.shape)
+
+    return HeadRotation.probe(table, dim, turn, type(rotary).__name__, halves=bool(rotary.is_neox_style))
 
 
 def preempted_or_finished(output: Any) -> set[str]:

@@ -74,6 +74,11 @@ def _refusals(config: Any, settings: EngineSettings) -> list[tuple[bool, str]]:
             "a KV connector or offloader would store packed blocks under the hashes of the original ones; leave it out",
         ),
         (
+            policy.scores_entries and parallel.tensor_parallel_size > 1,
+            f"method {settings.method!r} scores an entry by the queries, keys and values of all heads, and each worker "
+            "has some of them; use --pipeline-parallel-size, or snapkv",
+        ),
+        (
             speculative and policy.every_step,
             f"speculative decoding and method {settings.method!r}, which evicts while decoding: rejected drafts would "
             "move its events; give options={'decode': 'grow'}, or leave one out",

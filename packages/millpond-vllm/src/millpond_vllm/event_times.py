@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 #: Position of an event that never comes.
 NEVER = 1 << 60
+#: Tokens between two events inside a prompt, where the engine gives no other number.
+CHUNK = 512
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,23 @@ class Observation:
     slots: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """Tokens of a request in this step, whose attention or queries a later event needs.
+
+    Attributes:
+        request: Id of the request.
+        first: Position of the first of them.
+        count: How many they are.
+        slot: Place in the cache of the first: block * block size + offset.
+    """
+
+    request: str
+    first: int
+    count: int
+    slot: int
+
+
 @dataclass(slots=True)
 class StepOrders:
     """Orders of one step.
@@ -57,7 +74,9 @@ class StepOrders:
     Attributes:
         evictions: Events before the step's tokens are computed.
         observations: Queries to remember while they are computed.
+        parts: Tokens to sum over while they are computed; none for methods without sums.
     """
 
     evictions: list[Eviction] = field(default_factory=list)
     observations: list[Observation] = field(default_factory=list)
+    parts: list[StepPart] = field(default_factory=list)

@@ -10,6 +10,15 @@ from millpond.plugins import NOTHING, EvenLayers, PromptHeadAllocation, PromptLa
 #: Methods that act on blocks as they are, named in errors.
 NEAREST = "snapkv, h2o, streaming, tova, keydiff, knorm, lagkv, criticalkv or expected_attention"
 
+#: Why a need of a policy is not met here, by its name in `Needs`.
+NEEDS = {
+    "entropies": "scores tokens by the model's predictions, which an attention backend never sees",
+    "prompt_repeat": "reads each prompt a second time, and vLLM's scheduler reads it once",
+    "head_rules": "gives heads rules of their own, and a block holds as many entries of each head",
+    "block_lookup": "stores everything and looks blocks up for each query, so no block would become free",
+    "prompt_patterns": "evicts nothing but reads prompts by patterns, and vLLM's attention reads them whole",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -59,14 +68,15 @@ def fitted(name: str, policy: Policy) -> Policy:
 
 def refusal(policy: Policy) -> str | None:
     """Return why a policy cannot act on blocks; None if it can."""
-    if policy.keeps_all and not policy.takes_budget:
+    if policy.keeps_all and policy.needs == NOTHING:
         return None
     if policy.gates is not None or policy.needs.prompt_flags is not None:
         return "flags entries by gates over the model's hidden states, which an attention backend never sees"
-    if policy.scores_entries:
-        return "scores entries by networks over queries and keys before RoPE, which is not built here yet"
+    if policy.scores_entries and policy.entry_scores is None:
+        return "needs the file of its networks, options={'heads': FILE}: vLLM's packed weights do not name the model"
     if policy.needs != NOTHING:
-        return "needs more of the model than keys, values and attention"
+        found = (reason for need, reason in NEEDS.items() if getattr(policy.needs, need) is not None)
+        return next(found, "needs more of the model than keys, values and attention")
     if policy.merge is not None:
         return "merges entries, and a merged one stands at no single position of its block"
     if policy.prefill != "once":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -12,8 +12,11 @@ from millpond import NumericsError, Policy
 from millpond.plugins import (
     AccumulatedAttention,
     AttentionShape,
+    QueryMoments,
+    QueryView,
     Recency,
     Reduce,
+    Rotate,
     View,
     WindowAttention,
     WindowSignalArgs,
@@ -35,10 +38,13 @@ class Competition:
         positions: (G, N) int32, ascending.
         n_compete: First columns that compete; the others are the newest entries.
         seen: Tokens of the request.
-        layer: Index of the first layer.
-        sums: (G, N) float32: attention that each entry has gathered; None if the policy needs none.
+        layer: Number of the first layer in the model.
+        sums: (G, N) float32: attention that each entry has gathered, or the score that it was written with; None if the
+            policy needs none.
         queries: (Hq * layers, W, key_dim): the last queries, if the policy needs them.
         outputs: Returns (Hq * layers, value_dim, hidden): maps to the layers' outputs.
+        moments: Moments of all queries, if the policy needs them; the layers are then one.
+        rotate: Rotates queries as the layer does; None if it does not.
     """
 
     keys: Tensor
@@ -50,6 +56,8 @@ class Competition:
     sums: Tensor | None = None
     queries: Tensor | None = None
     outputs: Callable[[], Tensor] | None = None
+    moments: QueryMoments | None = None
+    rotate: Rotate | None = None
 
 
 def plans_layers_together(policy: Policy) -> bool:
@@ -85,7 +93,7 @@ def kept_columns(
     aside = _inside(given.positions, spans)
     aside[:, given.n_compete :] = False
     n_aside = int(aside[0].sum())
-    order = torch.where(aside, _LATER, given.positions).argsort(1, stable=True) if n_aside else None
+    order = torch.where(aside, _LATER, given.positions).argsort(dim=1, stable=True) if n_aside else None
     view = _view(policy, given, shape, aside, order)
     budget = n_keep + newest - n_aside
     try:
@@ -124,12 +132,12 @@ def _view(policy: Policy, given: Competition, shape: AttentionShape, aside: Tens
         return ordered(window_signal(args))
 
     signal = None
-    if policy.observes_all:
-        assert given.sums is not None, "sums are kept for a score that reads them"
+    if policy.gathers:
+        assert given.sums is not None, "what entries gather is kept for a score that reads it"
         signal = ordered(given.sums)
     elif policy.window:
         signal = latest()
-    return View(
+    view = View(
         ordered(given.positions.masked_fill(aside, -1)),
         signal,
         given.seen,
@@ -138,3 +146,7 @@ def _view(policy: Policy, given: Competition, shape: AttentionShape, aside: Tens
         outputs=given.outputs,
         recent_attention=latest,
     )
+    if not policy.sums_queries:
+        return view
+    given_fields = {part.name: getattr(view, part.name) for part in fields(view)}
+    return QueryView(**given_fields, moments=given.moments, rotate=given.rotate, scale=shape.scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -12,26 +12,24 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from millpond import MillpondError
 from millpond_vllm import compat
-from millpond_vllm.block_manager import EvictingManager, EvictionCounts
+from millpond_vllm.block_checks import check_blocks, wanted
+from millpond_vllm.block_manager import EvictingManager
 from millpond_vllm.engine_check import check_engine
 from millpond_vllm.event_times import NEVER, EventTimes
-from millpond_vllm.messages import Eviction, Observation, StepOrders
-from millpond_vllm.settings import BlockRules, RequestSettings
+from millpond_vllm.figures import EngineTotals, EvictionCounts, FigureReporter, request_figures
+from millpond_vllm.messages import Eviction, Observation, StepOrders, StepPart
+from millpond_vllm.settings import KEY, BlockRules, RequestSettings
 
 logger = init_logger("vllm.millpond")
 
-if TYPE_CHECKING:
-    _Base = Scheduler
-else:
-    _Base = object
 
-
-class EvictingScheduler(_Base):
-    """What a scheduler of vLLM does otherwise where requests evict.
+class EvictingScheduler(Scheduler):
+    """vLLM's scheduler where requests evict.
 
     Attributes:
         manager: Blocks of the group of full-attention layers.
         rules: Rules of the engine.
+        totals: Figures of all requests.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -43,6 +41,10 @@ class EvictingScheduler(_Base):
         self.rules = BlockRules(settings, settings.policy(), self.manager.block_size, pool)
         self.rules.check()
         self._asked: dict[str, RequestSettings] = {}
+        self._ignored: dict[str, str] = {}
+        self._checks_blocks = wanted()
+        self.totals = EngineTotals(self.manager.total)
+        self._reporter = FigureReporter(self.totals, compat.metric_labels(vllm_config), logger.info)
         self._queries = self.rules.policy.score.queries if self.rules.policy.score is not None else "none"
         compat.limit_hits(self.kv_cache_manager, self._most_hit)
         compat.publish_until_eviction(self.kv_cache_manager, self.manager.events.__contains__, self._most_hit)
@@ -52,28 +54,27 @@ class EvictingScheduler(_Base):
 
     def add_request(self, request: Any) -> None:
         """Add a request with its events."""
-        asked = self._settings_of(request)
+        asked, times = self._events_of(request)
         self._asked[request.request_id] = asked
-        self.manager.times[request.request_id] = self._times(request, asked)
+        self.manager.times[request.request_id] = times
         super().add_request(request)
 
-    def _settings_of(self, request: Any) -> RequestSettings:
-        """Return what a request asks for; a wrong setting was refused before, see `request_check`."""
-        params = request.sampling_params
-        try:
-            return RequestSettings.parse(None if params is None else params.extra_args)
-        except MillpondError as error:
-            logger.warning("millpond: request %s keeps the engine's settings: %s", request.request_id, error)
-            return RequestSettings()
+    def _events_of(self, request: Any) -> tuple[RequestSettings, EventTimes]:
+        """Return what a request asks for, and its events.
 
-    def _times(self, request: Any, asked: RequestSettings) -> EventTimes:
-        if request.pooling_params is not None:
-            return EventTimes(request.num_prompt_tokens, self.rules.block, NEVER, 0)
+        Settings that cannot be used are the engine's, and the figures of the request say why: `request_check` refuses
+        most of them before, but knows neither the block size nor the prompt.
+        """
+        prompt, params = request.num_prompt_tokens, request.sampling_params
+        if params is None:  # a pooling request
+            return RequestSettings(), EventTimes(prompt, self.rules.block, NEVER, 0)
         try:
-            return self.rules.times(request.num_prompt_tokens, asked)
+            asked = RequestSettings.parse(params.extra_args)
+            return asked, self.rules.times(prompt, asked)
         except MillpondError as error:
-            logger.warning("millpond: request %s keeps everything: %s", request.request_id, error)
-            return EventTimes(request.num_prompt_tokens, self.rules.block, NEVER, 0)
+            logger.warning("Request %s keeps the engine's settings: %s", request.request_id, error)
+            self._ignored[request.request_id] = str(error)
+            return RequestSettings(), self.rules.times(prompt, RequestSettings())
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """Free a request that ended, and send its figures with its last output."""
@@ -81,9 +82,15 @@ class EvictingScheduler(_Base):
         transfer, *rest = super()._free_request(request, *args, **kwargs)
         self._asked.pop(request_id, None)
         times = self.manager.times.pop(request_id, None)
-        counts = self.manager.counts.pop(request_id, None)
-        if times is not None and times.packed < NEVER:
-            transfer = {**(transfer or {}), "millpond": _figures(times, counts or EvictionCounts())}
+        counts = self.manager.counts.pop(request_id, None) or EvictionCounts()
+        ignored = self._ignored.pop(request_id, None)
+        if times is None:
+            return (transfer, *rest)
+        self.totals.ended(times, counts, ignored)
+        self._reporter.step()
+        figures = request_figures(times, counts, ignored)
+        if figures is not None:
+            transfer = {**(transfer or {}), KEY: figures}
         return (transfer, *rest)
 
     # ------------------------------------------------------------------ chunks and hits
@@ -135,8 +142,21 @@ class EvictingScheduler(_Base):
                 observation = self._observation(request_id, tokens)
                 if observation is not None:
                     orders.observations.append(observation)
+        if self.rules.policy.sums_prompt:
+            parts = (self._part(request_id, tokens) for request_id, tokens in output.num_scheduled_tokens.items())
+            orders.parts.extend(part for part in parts if part is not None)
         compat.attach_orders(output, orders)
+        if evictions:
+            self._reporter.step()
+        if self._checks_blocks:
+            check_blocks(self.manager, len(self.requests))
         return output
+
+    def shutdown(self) -> None:
+        """Shut down, and write the figures since the last line of the log."""
+        self._reporter.step()
+        self._reporter.say()
+        super().shutdown()
 
     def _evict_due(self) -> list[Eviction]:
         """Evict from running requests that have reached an event; preempt others where no block is free for it."""
@@ -177,19 +197,20 @@ class EvictingScheduler(_Base):
         slots = [blocks[at // block].block_id * block + at % block for at in range(first, end)]
         return Observation(request_id, first, slots)
 
+    def _part(self, request_id: str, tokens: int) -> StepPart | None:
+        """Return a request's tokens of this step; None if no event is ahead of it that it can reach."""
+        request, times = self.requests[request_id], self.manager.times.get(request_id)
+        if times is None:
+            return None
+        begin = request.num_computed_tokens - tokens  # which counts this step's already
+        if times.next(begin) >= min(NEVER, request.num_prompt_tokens + request.max_tokens):
+            return None
+        block = self.rules.block
+        slot = self.manager.req_to_blocks[request_id][begin // block].block_id * block + begin % block
+        return StepPart(request_id, begin, tokens, slot)
 
-def _figures(times: EventTimes, counts: EvictionCounts) -> dict[str, int]:
-    """Return the figures of a request as its output carries them."""
-    return {
-        "events": counts.events,
-        "blocks_freed": counts.freed,
-        "entries_kept": times.packed * times.block if counts.events else 0,
-        "recent": times.recent,
-        "packed_in_place": counts.in_place,
-    }
 
-
-class MillpondScheduler(EvictingScheduler, Scheduler):
+class MillpondScheduler(EvictingScheduler):
     """vLLM's scheduler, which evicts."""
 
 

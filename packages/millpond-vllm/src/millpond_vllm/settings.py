@@ -8,15 +8,13 @@ from typing import Any, Literal
 
 from millpond import Budget, BudgetError, OptionError, Policy
 from millpond.plugins import brief, make_policy
-from millpond_vllm.event_times import NEVER, EventTimes
+from millpond_vllm.event_times import CHUNK, NEVER, EventTimes
 from millpond_vllm.methods import fitted
 
 #: Key of the settings in `additional_config` of the engine and in `extra_args` of a request.
 KEY = "millpond"
 #: Settings of a request that HTTP carries as flat keys: "millpond_budget" and so on.
 PREFIX = "millpond_"
-#: Tokens between two events inside a prompt.
-CHUNK = 512
 _MOST = 2**30
 
 
@@ -112,9 +110,10 @@ class RequestSettings:
         settings = cls(keep=_spans(given.get("keep", ())))
         if "budget" in given:
             settings = replace(settings, budget=parsed_budget(given["budget"]))
-        for name in ("recent", "sinks"):
-            if given.get(name) is not None:
-                settings = replace(settings, **{name: _whole(name, given[name])})
+        if given.get("recent") is not None:
+            settings = replace(settings, recent=_whole("recent", given["recent"]))
+        if given.get("sinks") is not None:
+            settings = replace(settings, sinks=_whole("sinks", given["sinks"]))
         return settings
 
 
@@ -169,7 +168,9 @@ def parsed_budget(given: Any) -> Budget | None:
         return None
     budget = Budget.parse(given)
     if budget.kind == "bytes":
-        raise BudgetError(f"budget {brief(given)}: vLLM sizes the pool; give a share of each prompt or tokens")
+        raise BudgetError(
+            f"millpond: budget {brief(given)}: vLLM sizes the pool; give a share of each prompt or tokens"
+        )
     return budget
 
 

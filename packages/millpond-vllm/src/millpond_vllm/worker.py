@@ -68,16 +68,26 @@ class EvictingWorker:
         policy = self._settings.policy()
         modules = compat.attention_layers(self.vllm_config, list(group.layer_names))  # type: ignore[attr-defined]
         projections = _output_maps(self.model_runner.model, modules) if _reads_outputs(policy) else {}  # type: ignore[attr-defined]
+        model = self.model_runner.model  # type: ignore[attr-defined]
+        rotated = policy.needs_rotation
         layers = [
             EvictingLayer(
-                index, module, module.num_heads, module.num_kv_heads, _shape_of(module), projections.get(name)
+                index,
+                module,
+                module.num_heads,
+                module.num_kv_heads,
+                compat.layer_number(name),
+                _shape_of(module),
+                projections.get(name),
+                compat.rotation_of(model, name, module.head_size) if rotated else None,
             )
             for index, (name, module) in enumerate(modules.items())
         ]
         block = group.kv_cache_spec.block_size
-        runner = self.model_runner  # type: ignore[attr-defined]
-        row_requests = partial(compat.row_requests, runner)
+        row_requests = partial(compat.row_requests, self.model_runner)  # type: ignore[attr-defined]
         state = WorkerState(policy, layers, self.layout(layers[0], block), block, row_requests)
+        if not policy.keeps_all:
+            state.check()
         for layer in layers:
             setattr(layer.module, STATE, (state, layer.index))
         return state

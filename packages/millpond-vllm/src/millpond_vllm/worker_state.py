@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 
 from millpond import Policy
-from millpond.plugins import AttentionShape
-from millpond_vllm.attention_sums import AttentionSums
+from millpond.plugins import AttentionShape, QueryMoments
+from millpond_vllm.attention_sums import AttentionSums, StepSums
+from millpond_vllm.block_numbers import BlockNumbers
 from millpond_vllm.cache_layout import CacheLayout, dtype_of_bytes
+from millpond_vllm.entry_scores import EntryScores, StepTokens
 from millpond_vllm.messages import Eviction, StepOrders
 from millpond_vllm.null_blocks import NullBlocks, RowRequests
 from millpond_vllm.planning import Competition, kept_columns, plans_layers_together
+from millpond_vllm.query_sums import QuerySums, StepQueries
 from millpond_vllm.recent_queries import RecentQueries
+from millpond_vllm.rotation import HeadRotation
 
 #: Bytes of keys and values that are gathered at once: layers are planned in groups of as many as fit.
 GATHERED = 256 * 2**20
@@ -30,16 +34,20 @@ class EvictingLayer:
         module: vLLM's layer, which holds its cache.
         n_heads: Query heads of this worker.
         n_kv_heads: KV heads of this worker.
+        number: Its number in the whole model.
         shape: Scale and soft cap.
         output: (Hq * value_dim, hidden) float32: the projection behind it; None if the method does not read it.
+        rotation: How it rotates its queries; None if it does not, or if the method does not ask.
     """
 
     index: int
     module: Any
     n_heads: int
     n_kv_heads: int
+    number: int
     shape: AttentionShape
     output: Tensor | None = None
+    rotation: HeadRotation | None = None
 
     @property
     def cache(self) -> Tensor:
@@ -64,6 +72,23 @@ class EvictingLayer:
         """Return (Hq, value_dim, hidden) float32: the map of each query head's output to the layer's."""
         assert self.output is not None, "the worker finds the projections for a method that reads them"
         return self.output.view(self.n_heads, -1, self.output.shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What the queries of a step bring; None for nothing.
+
+    Attributes:
+        rows: Rows of the queries that a later event needs.
+        sums: Entries whose attention is summed.
+        moments: Queries whose moments are summed.
+        tokens: Tokens that are scored.
+    """
+
+    rows: Tensor | None
+    sums: StepSums | None
+    moments: StepQueries | None
+    tokens: StepTokens | None
 
 
 class WorkerState:
@@ -91,6 +116,9 @@ class WorkerState:
         self.block = block
         self.queries = RecentQueries(policy.window, len(layers)) if policy.window else None
         self.sums = AttentionSums(layers, layout, block, policy) if policy.observes_all else None
+        self.moments = QuerySums(layers, policy) if policy.sums_queries else None
+        self.scores = EntryScores(layers, block, policy) if policy.scores_entries else None
+        self._beside: BlockNumbers | None = self.scores if self.sums is None else self.sums
         self.nulls = NullBlocks(block, row_requests)
         self._positions: dict[str, Tensor] = {}  # of packed entries, (L, Hkv, n) int32
         self._together = plans_layers_together(policy)
@@ -105,6 +133,73 @@ class WorkerState:
         self.nulls.take(orders.evictions)
         if self.queries is not None:
             self.queries.expect(orders.observations)
+        if self.sums is not None:
+            self.sums.expect(orders.parts)
+        if self.moments is not None:
+            self.moments.expect(orders.parts)
+
+    def plan_step(self, given: Any, lengths: Tensor) -> StepPlan:
+        """Return what the queries of a step bring, the same in all layers.
+
+        Args:
+            given: vLLM's common metadata of the step, with rows and lengths without null blocks.
+            lengths: (S,) lengths with them.
+        """
+        slots = given.slot_mapping[: given.num_actual_tokens]
+        return StepPlan(
+            None if self.queries is None else self.queries.rows(slots),
+            None if self.sums is None else self.sums.plan(given),
+            None if self.moments is None else self.moments.plan(slots),
+            None if self.scores is None else self.scores.plan(given, lengths),
+        )
+
+    @torch.inference_mode()
+    def observe(self, index: int, queries: Tensor, keys: Tensor, values: Tensor, step: StepPlan) -> None:
+        """Take a step's queries (T, Hq, D), keys and values (T, Hkv, ...) of one layer; they are written."""
+        layer = self.layers[index]
+        if self.queries is not None and step.rows is not None:
+            self.queries.remember(index, queries, step.rows)
+        if self.sums is not None and step.sums is not None:
+            self.sums.gather(layer, queries, step.sums)
+        if self.moments is not None and step.moments is not None:
+            self.moments.gather(layer, queries, step.moments)
+        if self.scores is not None and step.tokens is not None:
+            self.scores.write(layer, queries, keys, values, step.tokens)
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Plan once for each layer over random entries: what does not fit the model fails here, not in a request.
+
+        Raises:
+            MillpondError: the method cannot plan for a layer, such as with networks or filters of another model.
+        """
+        n = 4 * self.block
+        for layer in self.layers:
+            dim = layer.module.head_size
+            make = torch.Generator().manual_seed(layer.number)
+
+            def drawn(heads: int, tokens: int, dim: int = dim, make: torch.Generator = make) -> Tensor:
+                return torch.randn(heads, tokens, dim, generator=make).to(self.layers[0].cache.device)
+
+            keys, queries = drawn(layer.n_kv_heads, n), drawn(layer.n_heads, max(self.policy.window, 1))
+            if self.scores is not None:
+                first = torch.zeros(1, dtype=torch.long, device=keys.device)  # the null block
+                one = (part[:, :1].transpose(0, 1) for part in (queries, keys, keys))
+                self.scores.write(layer, *one, StepTokens(first, first))
+            given = Competition(
+                keys,
+                keys.flip(1),
+                torch.arange(n, dtype=torch.int32, device=keys.device).expand(len(keys), -1),
+                3 * self.block,
+                n,
+                layer.number,
+                keys.square().sum(2).float() if self._beside is not None else None,
+                queries[:, -n:],
+                layer.output_maps,
+                QueryMoments.of(queries),
+                None if layer.rotation is None else layer.rotation.rotate,
+            )
+            kept_columns(self.policy, given, self.block, layer.shape)
 
     def forget(self, requests: set[str]) -> None:
         """Drop the state of requests that ended or were preempted."""
@@ -113,6 +208,8 @@ class WorkerState:
             self._positions.pop(request, None)
             if self.queries is not None:
                 self.queries.forget(request)
+            if self.moments is not None:
+                self.moments.forget(request)
 
     # ------------------------------------------------------------------ events
 
@@ -186,10 +283,12 @@ class WorkerState:
             own,
             n_compete,
             eviction.computed,
-            first,
-            None if self.sums is None else self.sums.of(layers, blocks)[:, :n],
+            layers[0].number,
+            None if self._beside is None else self._beside.of(layers, blocks)[:, :n],
             None if self.queries is None else self.queries.last(eviction.request, eviction.computed, layers),
             lambda: torch.cat([layer.output_maps() for layer in layers]),
+            None if self.moments is None else self.moments.moments(eviction.request, layers[0]),
+            None if layers[0].rotation is None else layers[0].rotation.rotate,
         )
         n_keep = len(target) * self.block
         columns = kept_columns(self.policy, given, n_keep, _shape_of(layers), sinks=eviction.sinks, spans=eviction.keep)
@@ -197,8 +296,8 @@ class WorkerState:
             heads = slice(row * width, (row + 1) * width)
             index = columns[heads, :, None].expand(-1, -1, keys.shape[2])
             self.layout.write(layer.cache, target, keys[heads].gather(1, index), values[heads].gather(1, index))
-        if self.sums is not None:
-            self.sums.move(layers, blocks, target, columns)
+        if self._beside is not None:
+            self._beside.move(layers, blocks, target, columns)
         return own.gather(1, columns).view(len(layers), width, n_keep)
 
 

@@ -16,7 +16,15 @@ from millpond.cache.pages.shared_prefix import SharedCodeRuns, SharedPrefixRuns
 from millpond.cache.state.sequence_state import SequenceState
 from millpond.cache.types import Entries, PromptChunk, RotaryEmbedding
 from millpond.kernels import ops
-from millpond.kernels.args import AttentionShape, DecodeArgs, PageRegions, PrefillArgs, StepRegions, WindowSignalArgs
+from millpond.kernels.args import (
+    AttentionShape,
+    DecodeArgs,
+    PageRegions,
+    PrefillArgs,
+    SharedDecodeArgs,
+    StepRegions,
+    WindowSignalArgs,
+)
 from millpond.kernels.cuda_graphs import RecordedDecode
 from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Reduce, Signal
 from millpond.kernels.eager.softmax import INF, reduce_group, soft_cap
@@ -225,16 +233,16 @@ class PagedAttention:
     def _two_phases(
         self, table: PageTable, runs: SharedPrefixRuns | SharedCodeRuns, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Run a step without eviction and scores: a sequence's own entries, then shared ones."""
-        if isinstance(runs, SharedCodeRuns):
-            regions = replace(table.step_regions(KEEP_ALL, self.shape, q_pos), packed=runs.own_regions)
-            out, lse, _ = ops.decode(DecodeArgs(q, k, v, regions))
-        else:
+        """Run a step without eviction and scores, over a sequence's own entries and shared ones."""
+        if isinstance(runs, SharedPrefixRuns):
             lens = table.lens - runs.shared_lens
             own = PageRegions(table.pool.arrays, runs.own_pages, lens)
             regions = StepRegions(own, table.capacities, table.recent, q_pos, KEEP_ALL, self.shape)
-            out, lse, _ = ops.decode(DecodeArgs(q, k, v, regions))
+            result = ops.decode_shared(SharedDecodeArgs(DecodeArgs(q, k, v, regions), runs.shared))
             table.lens.copy_(lens + runs.shared_lens)
+            return result
+        regions = replace(table.step_regions(KEEP_ALL, self.shape, q_pos), packed=runs.own_regions)
+        out, lse, _ = ops.decode(DecodeArgs(q, k, v, regions))
         out = runs.attend(q, out.contiguous(), lse, self.shape)
         idle = (q_pos < 0)[:, None]
         return out.masked_fill_(idle[..., None], 0), lse.masked_fill_(idle, -torch.inf)

@@ -13,13 +13,13 @@ from millpond.errors import MillpondError
 
 
 class LostLayerError(MillpondError):
-    """A layer of a chunk that cannot be read, so that its prompt must begin again, computed."""
+    """A layer of a chunk that has not been read, or cannot be."""
 
 
 class LayeredVariant:
     """Variant whose layers arrive one by one from its file; see `ReadableVariant`.
 
-    One thread reads layers, another one uses them, and waits for those that are not in yet.
+    One thread reads layers, another one uses them, and may wait for those that are not in yet.
 
     Args:
         reader: Its open file.
@@ -76,24 +76,25 @@ class LayeredVariant:
         return StoredVariant(self.facts, self._shape, self._tensors)
 
     def keys(self, layer: int) -> Tensor:
-        """Return the keys before RoPE of a layer, (Hkv, n_tokens, key_dim), when they are in.
+        """Return the keys before RoPE of a layer, (Hkv, n_tokens, key_dim).
 
         Raises:
-            LostLayerError: they cannot be read.
+            LostLayerError: they are not in.
         """
-        self._wait_for(layer)
+        self._check(layer)
         return self._shape.decoded(self._tensors, f"keys.{layer}", self._shape.layers[layer][1], True)
 
     def values(self, layer: int) -> Tensor:
         """Return the values of a layer, (Hkv, n_tokens, value_dim), as `keys`."""
-        self._wait_for(layer)
+        self._check(layer)
         return self._shape.decoded(self._tensors, f"values.{layer}", self._shape.layers[layer][2], False)
 
-    def _wait_for(self, layer: int) -> None:
+    def wait_for(self, layer: int, seconds: float) -> bool:
+        """Wait at most `seconds` for a layer, and return whether it is in."""
         with self._changed:
-            self._changed.wait_for(lambda: self._n_in > layer or self.is_lost)
-            if self._n_in <= layer:
-                raise LostLayerError(
-                    f"layer {layer} of the chunk {self.facts.chunk[:16]} cannot be read; its prompt begins again, and "
-                    "computes it"
-                )
+            self._changed.wait_for(lambda: self._n_in > layer or self.is_lost, seconds)
+            return self._n_in > layer
+
+    def _check(self, layer: int) -> None:
+        if self._n_in <= layer:
+            raise LostLayerError(f"layer {layer} of the chunk {self.facts.chunk[:16]} has not been read")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -36,6 +37,9 @@ class ChunkStoreStats:
         write_failures: Counter of files that could not be written.
         read_failures: Counter of files that could not be read.
         load_failures: Counter of requests whose chunks could not be loaded for another reason; they were computed.
+        load_timeouts: Counter of requests whose chunks were computed, since nothing came from the disk for as long as
+            `load_timeout_s`.
+        begun_again: Counter of prompts that began again, since a pass came to a layer of a chunk that was not in.
         not_finite: Counter of variants with numbers that the format of the store cannot hold; they were not kept.
         left_out: Counter of tokens that layers left out since their chunk was out of focus, once for each layer.
     """
@@ -53,6 +57,8 @@ class ChunkStoreStats:
     write_failures: int
     read_failures: int
     load_failures: int
+    load_timeouts: int
+    begun_again: int
     not_finite: int
     left_out: int
 
@@ -85,6 +91,8 @@ class ChunkStore:
         pager: File of the predictor of a rule that has one.
         loading: Most bytes of files that an engine holds for requests that wait or read their prompts. One request
             whose chunks take more is loaded alone.
+        load_timeout_s: Seconds for which nothing may come from the disk while files are read, above 0. Then requests
+            that wait for chunks compute them, and files are left alone until the disk gives something again.
 
     Raises:
         OptionError: a value out of range, or an unknown rule.
@@ -110,21 +118,27 @@ class ChunkStore:
         rule: str = "lru",
         pager: str | os.PathLike[str] | None = None,
         loading: str | int = "512MiB",
+        load_timeout_s: float = 10.0,
     ) -> None:
         self.folder = None if folder is None else Path(folder)
         self.memory, self.disk, self.loading = parse_bytes(memory), parse_bytes(disk), parse_bytes(loading)
         if variants < 1:
             raise OptionError(f"variants={variants} of a chunk: must be at least 1")
-        if not alpha > 0:
-            raise OptionError(f"alpha={alpha} must be above 0")
-        if not keep_above >= 0:
+        if not 0 < alpha < math.inf:
+            raise OptionError(f"alpha={alpha} must be a number above 0")
+        if not 0 <= keep_above <= 1:
             raise OptionError(f"keep_above={keep_above} must be a CFO, from 0 to 1; 1 keeps no chunk computed in part")
         self.variants, self.keep_above, self.alpha, self.dtype = variants, keep_above, alpha, check_rest(dtype)
         if focus < 0:
             raise OptionError(f"focus={focus} must be a number of layers, or 0 for none")
         if not 0 < coverage <= 1:
             raise OptionError(f"coverage={coverage} must be a share above 0, at most 1")
-        self.focus, self.coverage = focus, coverage
+        if not load_timeout_s > 0:
+            raise OptionError(
+                f"load_timeout_s={load_timeout_s} must be a number of seconds above 0; inf waits for ever"
+            )
+        self.focus, self.coverage, self.load_timeout_s = focus, coverage, load_timeout_s
+        self.files_hang = False
         self.rule, self._pager = rule, pager
         self._counts: Counter[str] = Counter()
         self._memory = MemoryTier(self.memory, self._new_rule())
@@ -303,6 +317,16 @@ class ChunkStore:
             n_free = max(n_free, self._files.n_free)
         return self.size_of(n_tokens) <= n_free
 
+    def load_timed_out(self) -> None:
+        """Count a request whose chunks are computed since nothing came from the disk."""
+        with self._lock:
+            self._counts["load_timeouts"] += 1
+
+    def begun_again(self) -> None:
+        """Count a prompt that begins again since a pass came to a layer of a chunk that was not in."""
+        with self._lock:
+            self._counts["begun_again"] += 1
+
     def load_failed(self) -> None:
         """Count chunks of a request that could not be loaded for another reason than their files."""
         with self._lock:
@@ -335,7 +359,9 @@ class ChunkStore:
             with self._lock:
                 self._counts["not_finite"] += 1
             return
-        variants, use = self.find(facts.chunk), ChunkUse(self.new_request())
+        files = None if private or self.files_hang else self._files
+        variants = self.find_held(facts.chunk) if self.files_hang else self.find(facts.chunk)
+        use = ChunkUse(self.new_request())
         if any(other.prefix == facts.prefix and other.exact >= facts.exact for other in variants):
             return
         if len(variants) >= self.variants and not replaces:
@@ -346,8 +372,8 @@ class ChunkStore:
             self._remove(VariantKey(least_useful.chunk, least_useful.name))
         with self._lock:
             is_held = self._memory.hold(stored, use, evicts=replaces)
-        if self._files is not None and not private:
-            is_held |= self._files.write(stored, use, evicts=replaces)
+        if files is not None:
+            is_held |= files.write(stored, use, evicts=replaces)
         with self._lock:
             self._counts["stored"] += is_held or replaces
 
@@ -355,7 +381,7 @@ class ChunkStore:
         with self._lock:
             self._memory.drop(key)
             self._worth.pop(key, None)
-        if self._files is not None:
+        if self._files is not None and not self.files_hang:
             self._files.remove(key)
 
     # ------------------------------------------------------------------ figures
@@ -372,5 +398,6 @@ class ChunkStore:
                 disk_evicted=files["evicted"],
                 **{name: files[name] for name in ("torn", "foreign", "write_failures", "read_failures")},
                 **{name: counts[name] for name in ("memory_hits", "disk_hits", "misses", "stored")},
-                **{name: counts[name] for name in ("load_failures", "not_finite", "left_out")},
+                **{name: counts[name] for name in ("load_failures", "load_timeouts", "begun_again")},
+                **{name: counts[name] for name in ("not_finite", "left_out")},
             )

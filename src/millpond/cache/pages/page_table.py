@@ -190,23 +190,6 @@ class PageTable:
         """Return the id of the `number`-th page of each region, (R,)."""
         return self._rows.ids[:, number].copy()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tables themselves."""
-        plain_bytes = sum(t.numel() * t.element_size() for t in (self.pages, self.lens, self.capacities, self.recent))
-        return plain_bytes if self.quantized is None else plain_bytes + self.quantized.nbytes
-
-    def kv_bytes(self) -> npt.NDArray[np.int64]:
-        """Return the bytes of keys and values in the pages that each sequence needs, (n_seq,)."""
-        pages: npt.NDArray[np.int64] = (-(-self.lengths() // self.pool.slots)).sum(1).astype(np.int64)
-        plain_bytes = pages * self.pool.kv_bytes_per_page
-        return plain_bytes if self.quantized is None else plain_bytes + self.quantized.kv_bytes()
-
-    def used_bytes(self) -> npt.NDArray[np.int64]:
-        """Return the bytes of `kv_bytes` that are in slots with an entry, (n_seq,)."""
-        packed = (_slot_bytes(part.pool, part.live) for part in self.packed_parts)
-        return sum(packed, _slot_bytes(self.pool, self.lengths()))
-
     # ------------------------------------------------------------------ budgets
 
     def set_budget(self, sequence: int, capacities: Ints, recent: Ints | int) -> None:
@@ -494,9 +477,3 @@ class PageTable:
             self.lens = self._lengths.publish(device)
             self.capacities, self.recent, self.head_rules = self._budgets.publish(device)
         self.regions = PageRegions(self.pool.arrays, self.pages, self.lens)
-
-
-def _slot_bytes(pool: RefCountedPool[Any], entries: Ints) -> npt.NDArray[np.int64]:
-    """Return the bytes of keys and values, (n_seq,), in slots of entries (n_seq, n_kv_heads)."""
-    kv_bytes: npt.NDArray[np.int64] = entries.sum(1).astype(np.int64) * pool.kv_bytes_per_page // pool.slots
-    return kv_bytes

@@ -17,6 +17,7 @@ from millpond.cache.pages.rope_tables import RopeTables
 from millpond.codec import Codec, Format, LayerCodecs
 from millpond.codec.channels import MULTIPLE
 from millpond.errors import OptionError
+from millpond.kernels.packed.layout import Side
 
 
 class PoolSet:
@@ -157,18 +158,18 @@ class PoolSet:
                     f"codec {codec.name!r} drops value channels, which is for the CPU alone; on {device.type} write "
                     f"'{codec.name.rpartition(':')[0]}', which drops key channels"
                 )
-            kept_keys = _kept(codec, codec.prune, key_dim, "key")
-            kept_values = _kept(codec, codec.prune_values, value_dim, "value")
+            kept_keys = _kept(codec, codec.prune, key_dim, codec.key, "key")
+            kept_values = _kept(codec, codec.prune_values, value_dim, codec.value, "value")
             layout = codec.layout(kept_keys, kept_values, tables=tables)
             self._packed[key] = QuantizedPool(layout, device, masses=self._masses, memory_limit=self._memory_limit)
         return self._packed[key]
 
 
-def _kept(codec: Codec, ratio: float, dim: int, side: str) -> int:
+def _kept(codec: Codec, ratio: float, dim: int, stored: Side, side: str) -> int:
     """Return how many of `dim` channels are stored.
 
     Raises:
-        OptionError: a ratio that drops none of them.
+        OptionError: a ratio that drops none of them, or leaves channels that the format's groups do not divide.
     """
     kept = kept_dim(ratio, dim)
     if ratio and kept == dim:
@@ -178,6 +179,11 @@ def _kept(codec: Codec, ratio: float, dim: int, side: str) -> int:
             if dim > MULTIPLE
             else f"codec {codec.name!r} drops {side} channels in multiples of {MULTIPLE}, and head_dim={dim} has no "
             "more; use a codec that drops none"
+        )
+    if ratio and stored.group and not stored.by_channel and kept % stored.group:
+        raise OptionError(
+            f"codec {codec.name!r} leaves {kept} of {dim} {side} channels, which do not fall into its groups of "
+            f"{stored.group}; give a ratio that leaves a multiple of {stored.group}, or drop no {side} channels"
         )
     return kept
 

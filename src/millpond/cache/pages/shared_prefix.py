@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from millpond.kernels import ops
-from millpond.kernels.args import AttendArgs, AttentionShape, DecodeArgs, PageRegions, StepRegions
+from millpond.kernels.args import AttentionShape, DecodeArgs, PageRegions, SharedRegions, StepRegions
 from millpond.kernels.decode_rules import KEEP_ALL
 from millpond.kernels.eager.attention import attend_entries
 from millpond.kernels.eager.softmax import lse_merge
@@ -84,11 +84,16 @@ class SharedPrefixRuns(SharedRuns):
         runs: See `SharedRuns`.
         ids: See `SharedRuns`.
         arrays: Memory of the pages.
+
+    Attributes:
+        shared: Entries of the runs, for `ops.decode_shared`.
     """
 
     def __init__(self, runs: list[SharedRun], ids: npt.NDArray[np.int32], arrays: PageArrays) -> None:
         super().__init__(runs, ids, arrays.slots, arrays.device)
-        self._arrays = arrays
+        self.shared = tuple(
+            SharedRegions(members, PageRegions(arrays, pages, lens)) for members, pages, lens in self._calls
+        )
 
     @classmethod
     def of(cls, ids: npt.NDArray[np.int32], full: npt.NDArray[np.int32], arrays: PageArrays) -> SharedPrefixRuns | None:
@@ -101,24 +106,6 @@ class SharedPrefixRuns(SharedRuns):
         """
         runs = runs_of(ids, full, arrays.slots, MIN_SHARED_ENTRIES)
         return cls(runs, ids, arrays) if runs else None
-
-    def attend(self, q: Tensor, out: Tensor, lse: Tensor, shape: AttentionShape) -> Tensor:
-        """Attend to the runs and merge the result with the attention to other pages.
-
-        Args:
-            q: Queries, (S, Hq, key_dim).
-            out: Attention to other pages, (S, Hq, value_dim), of q's dtype, contiguous; overwritten.
-            lse: Its log-sum-exp, (S, Hq) float32; becomes that of all entries.
-            shape: Scale, soft cap and window of the layer.
-
-        Returns:
-            (S, Hq, value_dim), of q's dtype: several runs are merged in float32.
-        """
-        merged = out if len(self._calls) == 1 else out.float()
-        for members, pages, lens in self._calls:
-            shared = PageRegions(self._arrays, pages, lens)
-            ops.attend(AttendArgs(q, shared, shape.scale, shape.softcap, members, (merged, lse)))
-        return merged.to(out.dtype)
 
 
 class SharedCodeRuns(SharedRuns):
@@ -148,7 +135,17 @@ class SharedCodeRuns(SharedRuns):
         return cls(runs, ids, regions, head_dim) if runs else None
 
     def attend(self, q: Tensor, out: Tensor, lse: Tensor, shape: AttentionShape) -> Tensor:
-        """Attend to the runs, see `SharedPrefixRuns.attend`."""
+        """Attend to the runs and merge the result with the attention to other pages.
+
+        Args:
+            q: Queries, (S, Hq, key_dim).
+            out: Attention to other pages, (S, Hq, value_dim), of q's dtype.
+            lse: Its log-sum-exp, (S, Hq) float32; becomes that of all entries.
+            shape: Scale and soft cap of the layer.
+
+        Returns:
+            (S, Hq, value_dim), of q's dtype: runs are merged in float32.
+        """
         merged = out.float()
         for number, (members, pages, lens) in enumerate(self._calls):
             run = replace(self._regions, table=pages, lens=lens, dead=torch.zeros_like(lens))

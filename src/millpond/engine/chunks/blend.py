@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -83,6 +84,24 @@ class ComputedChunk:
         return variant_of(self.chunk, self.prefix, self.exact, self.before, sums, keys, values)
 
 
+@dataclass(slots=True)
+class LayerWait:
+    """Wait of one pass for layers of chunks that are still being read.
+
+    Attributes:
+        left_s: Seconds that the pass may still wait, for all of its prompts together.
+    """
+
+    left_s: float = 0.0
+
+    def until_in(self, variant: LayeredVariant, layer: int) -> bool:
+        """Return whether a layer is in, after a wait of at most `left_s`."""
+        began = time.perf_counter()
+        is_in = variant.wait_for(layer, self.left_s)
+        self.left_s = max(0.0, self.left_s - (time.perf_counter() - began))
+        return is_in
+
+
 @dataclass(slots=True, eq=False)
 class PromptBlend:
     """Choice of the tokens of one prompt that are computed, and the sources of the others.
@@ -97,6 +116,8 @@ class PromptBlend:
         private: Whether what is stored is for the memory of this process alone.
         loaded: Chunks that were read for the prompt before it began.
         chunks: (begin, end) of all chunks of the prompt.
+        wait: Wait of its pass for layers that are not in.
+        lacks_layer: Whether a pass went on without one of its layers, so that its prompt must begin again.
     """
 
     computed: np.ndarray
@@ -108,6 +129,8 @@ class PromptBlend:
     private: bool = False
     loaded: LoadedChunks | None = None
     chunks: list[tuple[int, int]] = field(default_factory=list)
+    wait: LayerWait = field(default_factory=LayerWait)
+    lacks_layer: bool = False
 
     def __post_init__(self) -> None:
         for chunk in self.reused:
@@ -134,6 +157,12 @@ class PromptBlend:
         variants = [chunk.variant for chunk in self.reused]
         return any(isinstance(variant, LayeredVariant) and not variant.is_whole for variant in variants)
 
+    def has_layer(self, variant: ReadableVariant, layer: int) -> bool:
+        """Return whether a layer is in, after a bounded wait; once one was not, none is waited for."""
+        if not self.lacks_layer and isinstance(variant, LayeredVariant):
+            self.lacks_layer = not self.wait.until_in(variant, layer)
+        return not self.lacks_layer
+
     def reach(self, begin: int, n: int) -> int:
         """Return how many tokens from `begin` a pass takes that computes at most n, at least one."""
         rows = np.flatnonzero(self.computed[begin:])
@@ -147,7 +176,7 @@ class PromptBlend:
         reused = [chunk for chunk in self.reused if chunk.begin < end and begin < chunk.end]
         rows = torch.from_numpy(np.flatnonzero(self.computed[begin:end]))
         focus = self._focus() if reused and end == len(self.computed) else None
-        return BlendedSpan(begin, end - begin, rows, reused, kept, self.rotations, focus, self.store)
+        return BlendedSpan(begin, end - begin, rows, reused, kept, self, focus)
 
     def _focus(self) -> Focus | None:
         """Return the focus of the question, if tokens out of it are left out."""
@@ -184,9 +213,8 @@ class BlendedSpan:
         rows: Indices of those that are computed, (R,).
         reused: Reused chunks that reach into the span.
         kept: Chunks that are computed for the store and reach into the span.
-        rotations: Rotary embeddings of the layers.
+        blend: Choice that the span is a part of.
         focus: Focus of the prompt's question, if it is in the span and other chunks' tokens shall be left out.
-        store: Store of the chunks, which counts these.
     """
 
     begin: int
@@ -194,13 +222,21 @@ class BlendedSpan:
     rows: Tensor
     reused: list[ReusedChunk]
     kept: list[ComputedChunk]
-    rotations: Rotations
+    blend: PromptBlend
     focus: Focus | None = None
-    store: ChunkStore | None = None
 
     def complete(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Complete keys and values, see `PartialSpan.complete`; record those for the store."""
+        """Complete keys and values, see `PartialSpan.complete`; record those for the store.
+
+        Where a layer of a chunk is not in, nothing of the pass counts for this prompt: zeros stand for it, so that the
+        other prompts of the pass go on.
+        """
         keys, values = k.new_empty(len(k), self.length, k.shape[-1]), v.new_empty(len(v), self.length, v.shape[-1])
+        rows = self.rows.to(k.device)
+        if not all(self.blend.has_layer(chunk.variant, layer) for chunk in self.reused):
+            keys.zero_(), values.zero_()
+            keys[:, rows], values[:, rows] = k, v
+            return keys, values
         for chunk in self.reused:
             begin, end = max(chunk.begin, self.begin), min(chunk.end, self.begin + self.length)
             in_chunk = slice(begin - chunk.begin, end - chunk.begin)
@@ -209,7 +245,6 @@ class BlendedSpan:
                 k.dtype
             )
             values[:, in_span] = chunk.variant.values(layer)[:, in_chunk].to(v.device, v.dtype)
-        rows = self.rows.to(k.device)
         keys[:, rows], values[:, rows] = k, v
         for kept in self.kept:
             self._record(kept, layer, keys, values)
@@ -240,7 +275,7 @@ class BlendedSpan:
     def narrow(self, layer: int) -> tuple[BlendedSpan, Tensor] | None:
         """Leave tokens of chunks out of focus out, once it is stable.
 
-        See `PartialSpan.narrow`.         The first token of the prompt stays, since all tokens attend to it. In deeper
+        See `PartialSpan.narrow`. The first token of the prompt stays, since all tokens attend to it. In deeper
         layers the others have the keys and values of their variants, so a chunk of which tokens are left out is not
         kept as a variant of its own.
         """
@@ -255,8 +290,7 @@ class BlendedSpan:
         for part in self.kept:
             part.is_whole &= not bool((out & (rows >= part.begin) & (rows < part.end)).any())
             kept += [part] if part.is_whole else []
-        if self.store is not None:
-            self.store.left_out(int(out.sum()) * (len(self.rotations) - 1 - layer))
+        self.blend.store.left_out(int(out.sum()) * (len(self.blend.rotations) - 1 - layer))
         stay = torch.nonzero(~out).flatten()
         return replace(self, rows=self.rows[stay], kept=kept, focus=None), stay
 
@@ -265,7 +299,7 @@ class BlendedSpan:
 
         In float32 or wider.
         """
-        rotary = self.rotations[layer]
+        rotary = self.blend.rotations[layer]
         if rotary is None:
             return keys
         positions = torch.arange(begin, begin + keys.shape[1], device=keys.device)

@@ -147,7 +147,7 @@ class LoadingSource:
             self._loaded.add(variant)
         return variant
 
-    def read_layers(self, n_layers: int, compute_s: float, is_wanted: Callable[[], bool]) -> None:
+    def read_layers(self, n_layers: int, compute_s: float, is_wanted: Callable[[], bool], n_first: int = 1) -> None:
         """Read the layers of the opened files, one layer of all before the next.
 
         The request may begin once the other layers will be in by the time that it needs them.
@@ -155,18 +155,20 @@ class LoadingSource:
         Args:
             n_layers: Layers of the model.
             compute_s: Seconds that the prompt computes a layer; 0 where that is not known.
-            is_wanted: Whether to continue.
+            is_wanted: Whether to continue, called after each layer of a chunk.
+            n_first: Layers that must be in before the request begins.
         """
         began = time.perf_counter()
         for layer in range(n_layers if self._opened else 0):
             for variant in self._opened.values():
                 if not variant.is_lost:
                     self._store.read_layer(variant, layer)
+                if not is_wanted():
+                    return
             load_s = (time.perf_counter() - began) / (layer + 1)
-            if layer + 1 >= layers_before_start(n_layers, compute_s, load_s) and self._loaded.on_ready is not None:
+            n_before = max(n_first, layers_before_start(n_layers, compute_s, load_s))
+            if layer + 1 >= n_before and self._loaded.on_ready is not None:
                 self._loaded.on_ready()
-            if not is_wanted():
-                return
 
     def close(self) -> None:
         """Close the opened files; layers that are not in are lost."""

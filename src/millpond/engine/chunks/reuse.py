@@ -210,7 +210,8 @@ class ChunkReuse:
                     return
             n_layers = len(self._model.layers)
             compute_s = self.row_s * min(n_computed, self.max_rows) / n_layers
-            source.read_layers(n_layers, compute_s, is_wanted)
+            n_first = 2 if options.pick == "deviation" else 1  # whose keys the choice of the tokens takes
+            source.read_layers(n_layers, compute_s, is_wanted, n_first)
         finally:
             source.close()
 
@@ -383,7 +384,7 @@ class ChunkLoadSource:
     ahead = 4
 
     def __init__(self, reuse: ChunkReuse) -> None:
-        self._reuse, self.limit = reuse, reuse.store.loading
+        self._reuse, self.limit, self.patience_s = reuse, reuse.store.loading, reuse.store.load_timeout_s
 
     def wants(self, state: RequestState) -> bool:
         """Return whether a prompt has chunks."""
@@ -408,3 +409,11 @@ class ChunkLoadSource:
     def failed(self) -> None:
         """Record a failed load, see `LoadSource`."""
         self._reuse.store.load_failed()
+
+    def gave_up(self) -> None:
+        """Record a request whose chunks are computed, see `LoadSource`."""
+        self._reuse.store.load_timed_out()
+
+    def disk_hangs(self, hangs: bool) -> None:
+        """Let the store leave its files alone, see `LoadSource`."""
+        self._reuse.store.files_hang = hangs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -61,6 +62,7 @@ class TurnLoadSource:
 
     name = "millpond-turns"
     ahead = 32
+    patience_s = math.inf
 
     def __init__(
         self, store: SessionStore, scopes: Callable[[RequestState], list[str]], least: Callable[[RequestState], int]
@@ -83,6 +85,12 @@ class TurnLoadSource:
     def failed(self) -> None:
         """Record a failed load, see `LoadSource`."""
         self._store.load_failed()
+
+    def gave_up(self) -> None:
+        """Do nothing, see `LoadSource`: turns are waited for."""
+
+    def disk_hangs(self, hangs: bool) -> None:
+        """Do nothing, see `LoadSource`."""
 
 
 class _TurnFinder:

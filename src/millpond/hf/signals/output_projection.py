@@ -31,7 +31,16 @@ def check_output_projections(profile: ModelProfile) -> None:
         UnsupportedModelError: see `output_maps`.
     """
     for layer in range(profile.n_layers):
-        _maps(profile.output_projections, profile.n_heads, profile.name, layer)
+        layer_output_maps(profile, layer)
+
+
+def layer_output_maps(profile: ModelProfile, layer: int) -> Tensor:
+    """Return the output projection of an attention layer as one matrix per query head, see `output_maps`.
+
+    Raises:
+        UnsupportedModelError: see there.
+    """
+    return _maps(profile.output_projections, profile.n_heads, profile.name, layer)
 
 
 def _maps(projections: Mapping[int, OutputProjection], n_heads: int, name: str, layer: int) -> Tensor:

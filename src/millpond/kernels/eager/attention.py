@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millpond.kernels.args import AttendArgs, AttendOutput, PaddedEntries, PrefillArgs, PrefillOutput, WindowSignalArgs
+from millpond.kernels.args import (
+    AttendArgs,
+    AttendOutput,
+    DecodeOutput,
+    PaddedEntries,
+    PrefillArgs,
+    PrefillOutput,
+    SharedDecodeArgs,
+    WindowSignalArgs,
+)
 from millpond.kernels.eager.pages import read
 from millpond.kernels.eager.softmax import INF, lse_merge, reduce_group, soft_cap, softmax_with_sink, wide, with_masses
 
@@ -22,6 +31,19 @@ def attend(args: AttendArgs) -> AttendOutput:
     out, lse = empty_output(args.q, regions.pages.value_dim) if args.partial is None else args.partial
     attend_entries(args.q, read(regions, width), args.scale, args.softcap, args.members, (out, lse))
     return AttendOutput(out, lse)
+
+
+def attend_shared(args: SharedDecodeArgs, own: DecodeOutput) -> AttendOutput:
+    """Put the attention of a step to own entries together with that to shared ones, see `ops.decode_shared`.
+
+    Several runs are put together in float32.
+    """
+    regions = args.step.regions
+    out, lse = own.out.float() if len(args.shared) > 1 else own.out.contiguous(), own.lse
+    for members, shared in args.shared:
+        attend(AttendArgs(args.q, shared, regions.shape.scale, regions.shape.softcap, members, (out, lse)))
+    idle = (regions.q_pos < 0)[:, None]
+    return AttendOutput(out.to(own.out.dtype).masked_fill_(idle[..., None], 0), lse.masked_fill_(idle, -INF))
 
 
 def attend_entries(
@@ -45,7 +67,7 @@ def attend_entries(
     keys, values, positions, _, log_masses = entries
     (out, lse), at, dtype = partial, slice(None) if members is None else members, wide(q.dtype)
     some = q[at].to(dtype)
-    rows = some.transpose(0, 1).reshape(len(keys), -1, len(some), q.shape[2])  # (Hkv, group, S, D)
+    rows = some.transpose(0, 1).reshape(len(keys), q.shape[1] // len(keys), len(some), q.shape[2])  # (Hkv, group, S, D)
     logits = soft_cap(rows @ keys.to(dtype)[:, None].transpose(-1, -2) * scale, softcap)
     logits = with_masses(logits, log_masses)
     p, shared_lse = softmax_with_sink(logits, (positions >= 0)[:, None, None], None)

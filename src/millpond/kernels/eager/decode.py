@@ -16,9 +16,11 @@ from millpond.kernels.args import (
     EntryRows,
     HeadRuleArgs,
     PageRegions,
+    SharedDecodeArgs,
     StepRegions,
 )
 from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, Evict, Signal, choose_evicted
+from millpond.kernels.eager.attention import attend_shared
 from millpond.kernels.eager.packed_pages import read_packed
 from millpond.kernels.eager.pages import occupied, read, scatter, slot_ids, write
 from millpond.kernels.eager.softmax import INF, reduce_group, soft_cap, softmax_with_sink, wide
@@ -217,6 +219,10 @@ def one_by_one(args: DecodeRowsArgs, step: Callable[[DecodeArgs], DecodeOutput])
         outs.append(out)
         sums.append(lse)
     return AttendOutput(torch.stack(outs, 2), torch.stack(sums, 2))
+
+
+def decode_shared(args: SharedDecodeArgs) -> AttendOutput:
+    return attend_shared(args, decode(args.step))
 
 
 def decode_rows(args: DecodeRowsArgs) -> AttendOutput:

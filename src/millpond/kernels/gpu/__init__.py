@@ -15,7 +15,8 @@ except ImportError as error:
 from millpond.kernels.eager.attention import absolute_sums, attend, newest_alike, window_signal
 from millpond.kernels.eager.decode import admit
 from millpond.kernels.eager.packed_pages import read_packed, write_packed
-from millpond.kernels.gpu.decode import decode, decode_rows
+from millpond.kernels.gpu.block_sums import block_sums
+from millpond.kernels.gpu.decode import decode, decode_rows, decode_shared
 from millpond.kernels.gpu.pages import read, write
 from millpond.kernels.gpu.prefill import prefill
 from millpond.kernels.merge.reference import merge_slots
@@ -24,8 +25,10 @@ __all__ = [
     "absolute_sums",
     "admit",
     "attend",
+    "block_sums",
     "decode",
     "decode_rows",
+    "decode_shared",
     "merge_slots",
     "newest_alike",
     "prefill",

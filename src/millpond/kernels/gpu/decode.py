@@ -20,8 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millpond.kernels.args import AttendOutput, DecodeArgs, DecodeOutput, DecodeRowsArgs
+from millpond.kernels.args import AttendOutput, DecodeArgs, DecodeOutput, DecodeRowsArgs, SharedDecodeArgs
 from millpond.kernels.decode_rules import Evict, Signal
+from millpond.kernels.eager.attention import attend_shared
 from millpond.kernels.eager.decode import decode_packed as eager
 from millpond.kernels.eager.decode import one_by_one
 from millpond.kernels.gpu.attend import attend, combine
@@ -297,6 +298,11 @@ def decode(args: DecodeArgs) -> DecodeOutput:
         **flags,
     )
     return DecodeOutput(out, lse, evicted)
+
+
+def decode_shared(args: SharedDecodeArgs) -> AttendOutput:
+    """Run a step, and products of torch for each run: its entries are the same for all queries."""
+    return attend_shared(args, decode(args.step))
 
 
 def decode_rows(args: DecodeRowsArgs) -> AttendOutput:

@@ -13,7 +13,8 @@ import torch
 
 from millpond.kernels.eager.packed_pages import read_packed
 from millpond.kernels.native import library
-from millpond.kernels.native.abi import attend, decode_rows, window_signal
+from millpond.kernels.native.abi import attend, decode_rows, decode_shared, window_signal
+from millpond.kernels.native.block_sums import block_sums
 from millpond.kernels.native.decoder_rows import (
     Behind,
     Layers,

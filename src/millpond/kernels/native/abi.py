@@ -15,6 +15,7 @@ from millpond.kernels.args import (
     DecodeRowsArgs,
     EntryRows,
     PrefillArgs,
+    SharedDecodeArgs,
     StepRegions,
     WindowSignalArgs,
 )
@@ -33,11 +34,13 @@ from millpond.kernels.native.structs import (
     run,
     shared_rows,
 )
+from millpond.kernels.pages import PageArrays
 from millpond.kernels.thread_count import thread_count
 
 #: the order of fields is that of csrc/common/args.hpp
 DECODE = Struct("=48q3d").pack
 COLUMNS_OF_TOKENS = Struct("=4q").pack
+N_RUNS = Struct("=q").pack
 ATTEND = Struct("=23q2d").pack
 WRITE = Struct("=34q").pack
 READ = Struct("=19q").pack
@@ -80,12 +83,14 @@ class DecodeValues(NamedTuple):
         return cls(*tensors, sinks, *lists, window, scale, shape.softcap, rule.decay, kept, least)
 
 
-def decode(values: DecodeValues, packed: bytes = b"") -> tuple[Tensor, Tensor, Tensor]:
+def decode(values: DecodeValues, others: bytes = b"", function: str = "mp_decode") -> tuple[Tensor, Tensor, Tensor]:
     """Run a decoding step, see `OpSet.decode`.
 
     Args:
         values: Tensors and numbers of the step.
-        packed: C struct of the regions' packed parts, see native/pages.py, or empty.
+        others: What the function takes behind the struct of the step: that of the regions' packed parts, see
+            native/pages.py, or those of shared entries.
+        function: mp_decode, mp_decode_packed or mp_decode_shared.
     """
     q, k_new, v_new, bases, table, lens, caps, recent, q_pos, sink_logits = values[:10]
     q, k_new, v_new = readable_rows(q), readable_rows(k_new), readable_rows(v_new)
@@ -100,7 +105,7 @@ def decode(values: DecodeValues, packed: bytes = b"") -> tuple[Tensor, Tensor, T
     )
     tensors = (q, k_new, v_new, bases, table, lens, caps, recent, q_pos, sinks)
     struct = decode_struct(DecodeValues(*tensors, *values[10:16], *spans), *result)
-    run("mp_decode_packed" if packed else "mp_decode", "the decode kernel", struct + packed)
+    run(function, "the decode kernel", struct + others)
     return result
 
 
@@ -173,6 +178,20 @@ def decode_rows(args: DecodeRowsArgs) -> AttendOutput:
     columns = COLUMNS_OF_TOKENS(n_columns, *(x.stride(2) for x in new))
     run("mp_decode_rows", "the decode kernel", struct + columns)
     return AttendOutput(out.permute(1, 2, 0, 3), lse.permute(1, 2, 0))
+
+
+def decode_shared(args: SharedDecodeArgs) -> AttendOutput:
+    """Run `OpSet.decode_shared`."""
+    step = args.step
+    shared = [run for run in args.shared if len(run.members) and run.regions.table.numel()]
+    if not shared:
+        return AttendOutput(*decode(DecodeValues.of(step.q, step.k_new, step.v_new, step.regions))[:2])
+    q = readable_rows(step.q)
+    values = DecodeValues.of(q, readable_rows(step.k_new), readable_rows(step.v_new), step.regions)
+    runs = [(members, r.pages, flat_indices(r.table), flat_indices(r.lens)) for members, r in shared]
+    numbers = step.regions.shape.scale, step.regions.shape.softcap
+    structs = [_run_struct(q, run, (0, 0, 0), numbers) for run in runs]
+    return AttendOutput(*decode(values, N_RUNS(len(structs)) + b"".join(structs), "mp_decode_shared")[:2])
 
 
 def prefill(args: PrefillArgs) -> tuple[Tensor, Tensor, Tensor]:
@@ -253,7 +272,25 @@ def attend(args: AttendArgs) -> AttendOutput:
     table, lens = flat_indices(table), flat_indices(lens)
     if not len(members) or not table.numel():
         return AttendOutput(out, lse)
-    struct = ATTEND(
+    found = (out.data_ptr(), DTYPES[out.dtype], lse.data_ptr())
+    struct = _run_struct(q, (members, pages, table, lens), found, (args.scale, args.softcap))
+    run("mp_attend", "the attention to shared entries", struct)
+    return AttendOutput(out, lse)
+
+
+def _run_struct(
+    q: Tensor, of: tuple[Tensor, PageArrays, Tensor, Tensor], found: tuple[int, int, int], numbers: tuple[float, float]
+) -> bytes:
+    """Return the C struct of the attention of queries to shared entries; it keeps no tensor.
+
+    Args:
+        q: Queries (S, Hq, key_dim).
+        of: Sequences that share, pages, table and lens of the entries.
+        found: Address and dtype of the output elsewhere, and address of its log-sum-exp; zeros where there is none.
+        numbers: Scale and softcap.
+    """
+    members, pages, table, lens = of
+    return ATTEND(
         pages.bases.data_ptr(),
         pages.bases.shape[1],
         *pool_numbers(pages),
@@ -264,18 +301,13 @@ def attend(args: AttendArgs) -> AttendOutput:
         table.stride(0),
         lens.data_ptr(),
         members.data_ptr(),
-        out.data_ptr(),
-        DTYPES[out.dtype],
-        lse.data_ptr(),
+        *found,
         len(members),
         q.shape[1],
         len(table),
         thread_count(),
-        args.scale,
-        args.softcap,
+        *numbers,
     )
-    run("mp_attend", "the attention to shared entries", struct)
-    return AttendOutput(out, lse)
 
 
 def window_signal(args: WindowSignalArgs) -> Tensor:

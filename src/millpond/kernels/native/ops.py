@@ -112,7 +112,7 @@ def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def decode(args: DecodeArgs) -> DecodeOutput:
     values = abi.DecodeValues.of(args.q, args.k_new, args.v_new, args.regions)
     if args.regions.packed is not None:
-        return DecodeOutput(*abi.decode(values, regions_struct(args.regions.packed)))
+        return DecodeOutput(*abi.decode(values, regions_struct(args.regions.packed), "mp_decode_packed"))
     if torch.compiler.is_compiling():
         return DecodeOutput(*torch.ops.millpond.decode.default(*values))
     return DecodeOutput(*abi.decode(values))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +17,13 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from millpond.errors import DataError
+from millpond.policy.trained.adapter import Adapter, LowRank
 from millpond.policy.trained.networks import ATTENTION, QUANTILE_STEPS, Gates, LayerGate, LayerHeads, RetainingHeads
 
-FORMAT = "millpond heads 1"
+#: Format of files, and of those of gates with an adapter.
+FORMAT, FORMAT_ADAPTED = "millpond heads 1", "millpond heads 2"
+#: Name of a projection in a file of an adapter.
+_PROJECTION = re.compile(r"[a-z][a-z0-9_]{0,63}")
 #: Bytes of a header at most.
 MAX_HEADER_BYTES = 1 << 24
 #: Numbers of a file are of these types; weights in half the bytes.
@@ -64,8 +70,11 @@ def save_heads(heads: RetainingHeads | Gates, path: str | os.PathLike[str]) -> N
             stored: Tensor = getattr(layer, part).detach().cpu()
             dtype = torch.float32 if part in kind.exact else torch.bfloat16
             tensors[f"{index}.{part}"] = stored.to(dtype).contiguous()
+    adapter = heads.adapter if isinstance(heads, Gates) else None
+    if adapter is not None:
+        tensors |= {name: part.detach().cpu().bfloat16().contiguous() for name, part in adapter.parts()}
     about = {
-        "format": FORMAT,
+        "format": FORMAT if adapter is None else FORMAT_ADAPTED,
         "kind": kind.name,
         "model": heads.model,
         "name": heads.name,
@@ -95,7 +104,7 @@ def heads_of(content: bytes, name: str) -> RetainingHeads:
     Raises:
         DataError: torn, foreign, of another kind, or with shapes that do not fit one another.
     """
-    layers, about = _read(content, name, RETAIN)
+    layers, _, about = _read(content, name, RETAIN)
     return RetainingHeads([LayerHeads(*parts) for parts in layers], **about)
 
 
@@ -105,7 +114,7 @@ def gates_of(content: bytes, name: str) -> Gates:
     Raises:
         DataError: torn, foreign, of another kind, or with shapes that do not fit one another.
     """
-    layers, about = _read(content, name, GATE)
+    layers, adapter, about = _read(content, name, GATE)
     attention = about["facts"].get(ATTENTION, "causal")
     if attention not in ("causal", "global"):
         raise DataError(
@@ -113,7 +122,7 @@ def gates_of(content: bytes, name: str) -> Gates:
             f"the gates again with {GATE.command}"
         )
     named = [dict(zip(LayerGate.PARTS, parts, strict=True)) for parts in layers]
-    return Gates([LayerGate(**parts, causal=attention == "causal") for parts in named], **about)
+    return Gates([LayerGate(**parts, causal=attention == "causal") for parts in named], adapter=adapter, **about)
 
 
 def about_file(path: str | os.PathLike[str]) -> Mapping[str, str]:
@@ -135,21 +144,34 @@ def about_file(path: str | os.PathLike[str]) -> Mapping[str, str]:
     return _about(_header(start + header, name), name)
 
 
-def _read(content: bytes, name: str, kind: NetworkKind) -> tuple[list[list[Tensor]], dict[str, Any]]:
-    """Return the parts of each layer in the order of the kind, and the file's metadata."""
+def _read(content: bytes, name: str, kind: NetworkKind) -> tuple[list[list[Tensor]], Adapter | None, dict[str, Any]]:
+    """Return the parts of each layer in the order of the kind, the adapter, and the file's metadata."""
     about = _checked_header(content, name, kind)
     try:
         tensors = load(content)
         layers = [[tensors[f"{i}.{part}"] for part in kind.parts] for i in range(int(about["layers"]))]
+        adapter = _adapter_in(tensors, len(layers))
         facts = json.loads(about["facts"])
         if not isinstance(facts, dict):
             raise ValueError(f"facts are a {type(facts).__name__}")
     except (SafetensorError, KeyError, ValueError) as error:
         raise _broken(name, kind, error) from None
+    added = [[]] * len(layers) if adapter is None else [list(chain(*layer.values())) for layer in adapter.layers]
     for index, parts in enumerate(layers):
-        if not all(bool(torch.isfinite(part.float()).all()) for part in parts):
+        if not all(bool(torch.isfinite(part.float()).all()) for part in (*parts, *added[index])):
             raise DataError(f"{name!r}: layer {index} has numbers that are not finite; train the {kind.things} again")
-    return layers, {"model": about["model"], "name": about["name"], "facts": facts}
+    return layers, adapter, {"model": about["model"], "name": about["name"], "facts": facts}
+
+
+def _adapter_in(tensors: Mapping[str, Tensor], n_layers: int) -> Adapter | None:
+    """Return the adapter among the tensors of a file whose header was checked; None if there is none."""
+    layers: list[dict[str, LowRank]] = [{} for _ in range(n_layers)]
+    for key in tensors:
+        number, _, rest = key.partition(".lora.")
+        projection, _, part = rest.partition(".")
+        if part == "a":
+            layers[int(number)][projection] = LowRank(tensors[key], tensors[f"{number}.lora.{projection}.b"])
+    return Adapter(layers) if any(layers) else None
 
 
 def _broken(name: str, kind: NetworkKind, error: Exception) -> DataError:
@@ -175,7 +197,8 @@ def _about(header: dict[str, Any], name: str, kind: NetworkKind | None = None) -
     about = header.get("__metadata__")
     about = about if isinstance(about, dict) else {}
     expected_kind = kind or RETAIN
-    if about.get("format") != FORMAT:
+    formats = (FORMAT, FORMAT_ADAPTED) if kind is None or kind is GATE else (FORMAT,)
+    if about.get("format") not in formats:
         raise DataError(
             f"{name!r} holds no heads of this Millpond: its format is {about.get('format')!r}, not {FORMAT!r}; train "
             f"them with {expected_kind.command}"
@@ -197,8 +220,12 @@ def _checked_header(content: bytes, name: str, kind: NetworkKind) -> dict[str, s
     try:
         n_layers = int(about["layers"])
         entries = {key: value for key, value in header.items() if key != "__metadata__"}
-        if n_layers < 1 or set(entries) != {f"{i}.{part}" for i in range(n_layers) for part in kind.parts}:
+        adapted = about["format"] == FORMAT_ADAPTED
+        own = {f"{i}.{part}" for i in range(min(n_layers, len(entries))) for part in kind.parts}
+        if not 1 <= n_layers <= len(entries) or not own <= set(entries) or (set(entries) != own) != adapted:
             raise ValueError(f"{len(entries)} tensors do not make {n_layers} layers")
+        if adapted:
+            _check_adapter({key: entry for key, entry in entries.items() if key not in own}, n_layers)
         size = 0
         for i in range(n_layers):
             shapes = {part: list(entries[f"{i}.{part}"]["shape"]) for part in kind.parts}
@@ -215,6 +242,30 @@ def _checked_header(content: bytes, name: str, kind: NetworkKind) -> dict[str, s
     if num_bytes != size:
         raise DataError(f"{name!r} is torn: it holds {num_bytes:,} of {size:,} bytes of numbers; copy it again")
     return about
+
+
+def _check_adapter(entries: Mapping[str, Any], n_layers: int) -> None:
+    """Check names and shapes of an adapter: every layer has the same projections, all of one rank.
+
+    Raises:
+        ValueError: they are others.
+        KeyError: a projection has half of its matrices.
+        TypeError: a shape is no list of numbers.
+    """
+    names = sorted({key.split(".")[2] for key in entries if key.count(".") == 3})
+    if not all(map(_PROJECTION.fullmatch, names)):
+        raise ValueError("an adapter of projections that no model has")
+    if set(entries) != {f"{i}.lora.{name}.{part}" for i in range(n_layers) for name in names for part in "ab"}:
+        raise ValueError(f"{len(entries)} matrices do not make an adapter of {n_layers} layers")
+    ranks = set()
+    for i in range(n_layers):
+        for name in names:
+            (rank, inputs), (outputs, other) = (entries[f"{i}.lora.{name}.{part}"]["shape"] for part in "ab")
+            if rank != other or min(rank, inputs, outputs) < 1:
+                raise ValueError(f"{name} of layer {i} has matrices of the ranks {rank} and {other}")
+            ranks.add(rank)
+    if len(ranks) != 1:
+        raise ValueError("an adapter of several ranks")
 
 
 def _fitting(kind: NetworkKind, shapes: Shapes) -> Shapes:

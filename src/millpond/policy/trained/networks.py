@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 from millpond.errors import CacheMismatchError, OptionError
 from millpond.kernels.linear import has_products, linear
+from millpond.policy.trained.adapter import Adapter
 
 #: Binary digits of a score behind the point. Rounding moves a float32 product by its last few digits, and how many
 #: tokens were multiplied at once would decide between entries that are equal but for that.
@@ -62,10 +64,13 @@ class TrainedNetworks(Generic[L]):
 
     def __post_init__(self) -> None:
         digest = hashlib.blake2b(digest_size=16)
-        for layer in self.layers:
-            for part in layer.PARTS:
-                digest.update(getattr(layer, part).detach().float().cpu().contiguous().numpy().tobytes())
+        for number in self._numbers():
+            digest.update(number.detach().float().cpu().contiguous().numpy().tobytes())
         object.__setattr__(self, "digest", digest.hexdigest())
+
+    def _numbers(self) -> Iterator[Tensor]:
+        """Return all tensors that decide the scores."""
+        return (getattr(layer, part) for layer in self.layers for part in layer.PARTS)
 
     def at(self, layer: int, features: Tensor, n_kv_heads: int) -> L:
         """Return the network of a layer on the device of its features (..., inputs).
@@ -204,10 +209,19 @@ class LayerGate:
             )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Gates(TrainedNetworks[LayerGate]):
-    """Gates of a model; facts: data, steps, seed, target, attention (causal or global), acts."""
+    """Gates of a model; facts: data, steps, seed, target, attention (causal or global), acts.
 
-    __slots__ = ()
+    Attributes:
+        adapter: What was trained beside them, and has to act where they do; None: the model as it is.
+    """
+
+    adapter: Adapter | None = field(default=None, kw_only=True)
+
+    def _numbers(self) -> Iterator[Tensor]:
+        parts = [] if self.adapter is None else self.adapter.parts()
+        return chain(TrainedNetworks._numbers(self), (matrix for _, matrix in parts))
 
     @property
     def causal(self) -> bool:

@@ -11,7 +11,8 @@ import typer
 from rich.markup import escape
 
 from millpond.cli.console import errors, notes
-from millpond.cli.options import ModelOptions, expand_groups, optional, parse_options
+from millpond.cli.options import ModelOptions, expand_groups, optional
+from millpond.option_pairs import parse_options
 from millpond_lab.cli.options import MethodName
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ from millpond_lab.cli.train.texts_option import DATA_HELP, DataLength, Without, 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from millpond.policy.trained.networks import RetainingHeads
+    from millpond.policy.trained.networks import Gates, RetainingHeads
     from millpond_lab.train.gate.objective import Teacher
     from millpond_lab.train.gate.shares import Acts
 
-#: The value of --start for the heads that come with the package.
-BUNDLED = "bundled"
+#: The values of --start for the heads and for the gates that come with the package.
+BUNDLED, BUNDLED_GATE = "bundled", "bundled-gate"
 
 
 @expand_groups
@@ -34,11 +34,19 @@ def gate(
     max_minutes: Annotated[float | None, optional(help="Stop after N minutes; the same command resumes.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and texts.")] = 0,
     teacher: Annotated[
-        str, typer.Option(help="Predictions are held to: self, the model with everything kept; text, the text itself.")
-    ] = "self",
+        str | None,
+        optional(
+            help="Predictions are held to: self, the model with everything kept; text, the text itself. "
+            "Default: self; text with --lora."
+        ),
+    ] = None,
     alpha: Annotated[float, typer.Option(min=0.0, help="Weight of the kept share's distance from the target.")] = 5.0,
     start: Annotated[
-        str, typer.Option(help="Retaining heads to begin with: a file of 'millpond train retain', or bundled.")
+        str,
+        typer.Option(
+            help="Networks to begin with: a file of 'millpond train retain' or of this command; or those of the "
+            "package, bundled for its retaining heads and bundled-gate for its gates."
+        ),
     ] = "",
     hidden: Annotated[
         int | None, optional(min=1, help="Width of the networks. Default: twice the hidden size; from 512 on 1,024.")
@@ -50,6 +58,10 @@ def gate(
     acts: Annotated[
         str, typer.Option(help="Flags act inside a prompt (the paper), or at its end: see attention_gate's option.")
     ] = "prompt",
+    lora: Annotated[
+        int | None,
+        optional(min=1, help="Rank of an adapter of the attention projections, trained beside the gates (the paper)."),
+    ] = None,
     lr: Annotated[float | None, optional(help="Highest learning rate. Default: 1e-3; 3e-4 for large models.")] = None,
     length: DataLength = "256,1024",
     without: Without = "",
@@ -57,12 +69,12 @@ def gate(
     card: Annotated[bool, typer.Option("--card", help="Write a card of the file, with the ending .md.")] = False,
 ) -> None:
     """Train the gates of attention_gate on a frozen model: minutes for the bundled one, on a CPU or a GPU."""
-    from millpond_lab.train.gate.train import defaults_of, train_gate
+    from millpond_lab.train.gate.train import defaults_of, start_of, train_gate
 
     if out.suffix != ".safetensors":
         raise OptionError(f"--out {out}: name a file that ends in .safetensors")
     target = share_of_text(target_keep)
-    chosen, where = _teacher(teacher), _acts(acts)
+    chosen, where = _teacher(teacher or ("text" if lora else "self")), _acts(acts)
     loaded, tokenizer = model.load()
     texts = texts_of(data, tokenizer, length, without)
     usual, heads = defaults_of(loaded), _heads(start, loaded)
@@ -76,9 +88,10 @@ def gate(
         teacher=chosen,
         hidden=hidden or usual.hidden,
         window=window,
-        start="" if heads is None else heads.digest,
+        start=start_of(heads),
         attention="global" if whole else "causal",
         acts=where,
+        lora=lora or 0,
     )
     result = train_gate(loaded, texts, out, settings, start=heads, max_minutes=max_minutes, threads=threads)
     if card:
@@ -118,17 +131,19 @@ def _acts(text: str) -> Acts:
     return places[text]
 
 
-def _heads(start: str, model: PreTrainedModel) -> RetainingHeads | None:
-    """The retaining heads that --start names; None for none."""
-    from millpond.hf.retaining_heads import heads_finder
+def _heads(start: str, model: PreTrainedModel) -> RetainingHeads | Gates | None:
+    """The networks that --start names; None for none."""
+    from millpond.hf.retaining_heads import gates_finder, heads_finder
     from millpond.option_files import read_file
-    from millpond.policy.trained.file import heads_of
+    from millpond.policy.trained.file import about_file, gates_of, heads_of
 
     if not start:
         return None
-    if start == BUNDLED:
-        return heads_finder(model)(None)
+    if start in (BUNDLED, BUNDLED_GATE):
+        return (heads_finder if start == BUNDLED else gates_finder)(model)(None)
     try:
+        if about_file(start)["kind"] == "gate":
+            return gates_finder(model)(gates_of(read_file(start), start))
         return heads_finder(model)(heads_of(read_file(start), start))
     except DataError as error:
         raise OptionError(f"--start {start!r}: {error}") from None

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.budget import Budget
+from millpond.cache.pages.table_bytes import kv_bytes
 from millpond.errors import NumericsError, OptionError
 from millpond.hf.cache import MillpondCache
 from millpond.models.cache_argument import cache_argument
@@ -235,7 +236,7 @@ class BatchReader:
             arrays = table.pool.arrays
             stored += int(lens.sum())
             regions += len(lens)
-            held += int(table.kv_bytes()[row])
+            held += int(kv_bytes(table)[row])
             full += self.seen[row] * len(lens) * (arrays.key_dim + arrays.value_dim) * self.cache.dtype.itemsize
         return Held(stored / (self.seen[row] * regions), held, full)
 

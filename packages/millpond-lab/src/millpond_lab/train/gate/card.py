@@ -17,9 +17,9 @@ from millpond.policy.trained.networks import ACTS, SINKS, WINDOW, Gates, LayerGa
 from millpond_lab.markdown import one_per_line
 from millpond_lab.train.common.network_run import cpu_threads
 from millpond_lab.train.common.progress import curve_rows
-from millpond_lab.train.gate.objective import CHANGED
+from millpond_lab.train.gate.objective import CHANGED, TrainedGate
 from millpond_lab.train.gate.shares import Acts, GateJudge, share_of
-from millpond_lab.train.gate.train import GateLogLine, TrainedGates
+from millpond_lab.train.gate.train import GATES_START, GateLogLine, TrainedGates
 from millpond_lab.train.retain.features import TextReader
 from millpond_lab.train.retain.texts import Asked, Texts
 
@@ -35,6 +35,13 @@ READS = {
     "prompt": ", and queries of a prompt see what has a flag, sinks and the newest entries",
     "end": " and reads each prompt in full",
 }
+#: What is said of the networks that gates began with.
+START = "The networks begin as {} of the same model. "
+#: What is said of an adapter.
+ADAPTER = (
+    "A low-rank adapter of rank {rank} on its attention projections was trained beside the gates (LoRA, the paper's "
+    "second route); it is in the file, and acts where they do. "
+)
 CARD = """\
 # Gates of {name}
 
@@ -51,10 +58,10 @@ biases and the table of shares. Each text has questions, or its last eighth asks
 learned: measure before you rely on it.
 
 ## Training
-The model is frozen{reads}. The tokens behind a prompt are read with what the gates keep. Loss: {loss},
+The model is frozen{reads}. {adapter}The tokens behind a prompt are read with what the gates keep. Loss: {loss},
 and {alpha:g} times the distance of the mean flag from {target:.0%}, with straight-through gradients; the first {sinks}
 and the newest {window} entries of a prompt stay and count as kept. {start}AdamW at {lr:g}, betas {betas}, {warmup:.0%}
-of the steps to rise, then linearly to zero; the norm of the gradients clipped at {clip:g}. Networks {hidden:,} wide,
+of the steps to rise, then linearly to zero; the norm of the gradients clipped at {clip:g}. Networks {hidden} wide,
 {heads} narrow heads of {width} numbers that look at {sees}, {parameters:,} parameters. At the end every bias was moved
 by {shift:+.3f}, and units that decide nothing on those texts (at most {changed:.1%} of the flags) were left out:
 {units} of the layers stay, {size:,} bytes on disk. {minutes:.1f} minutes by the clock on {hardware}, with other
@@ -80,6 +87,7 @@ def write_card(result: TrainedGates, out: Path, *, name: str, hardware: str) -> 
     name: of the model. hardware: in words, what the run was trained on.
     """
     run, settings = result.run, result.run.settings
+    trained = [gate.gate for gate in run.networks if isinstance(gate, TrainedGate)]
     n_heads = max(len(row) for row in result.kept)
     losses = {"self": "KL divergence from the model with everything kept", "text": "cross entropy of the next token"}
     text = CARD.format(
@@ -95,15 +103,18 @@ def write_card(result: TrainedGates, out: Path, *, name: str, hardware: str) -> 
         target=settings.target,
         sinks=settings.sinks,
         window=settings.window,
-        start="The networks begin as retaining heads of the same model. " if settings.start else "",
+        start=START.format("gates" if settings.start.startswith(GATES_START) else "retaining heads")
+        if settings.start
+        else "",
         lr=settings.lr,
         betas=settings.betas,
         warmup=settings.warmup,
         clip=settings.clip,
-        hidden=settings.hidden,
-        heads=settings.n_heads,
-        width=settings.width,
+        hidden=", ".join(dict.fromkeys(f"{len(gate.b1):,}" for gate in trained)),
+        heads=len(trained[0].wq) // trained[0].width,
+        width=trained[0].width,
         reads=READS[settings.acts],
+        adapter=ADAPTER.format(rank=settings.lora) if settings.lora else "",
         sees="the text before a token" if settings.attention == "causal" else "the whole prompt",
         parameters=sum(p.numel() for p in run.networks.parameters()),
         changed=CHANGED,
@@ -186,7 +197,7 @@ def calibrate_gates(
         raise OptionError(f"n_texts={n_texts} must be at least 1 text")
     with cpu_threads(threads):
         acts: Acts = "prompt" if gates.facts.get(ACTS) == "prompt" else "end"
-        judge = GateJudge(TextReader(model), acts, sinks, window)
+        judge = GateJudge(TextReader(model), acts, sinks, window, gates.adapter)
         chosen = [texts.draw(CHOOSE_STREAM, seed, step) for step in range(n_texts)]
         shift = judge.shift_to(target, gates.layers, chosen)
         mean = sum(_shares(judge, gates.layers, chosen, shift)) / n_texts
@@ -199,7 +210,7 @@ def calibrate_gates(
         before, after = (_shares(judge, gates.layers, check, by) for by in (0.0, shift))
     facts = {**gates.facts, "target": f"{target:g}", "calibrated": texts.name, "shift": f"{shift:.6g}"}
     layers = [replace(gate, b2=gate.b2 + shift) for gate in gates.layers]
-    moved = Gates(layers, gates.model, gates.name, facts)
+    moved = Gates(layers, gates.model, gates.name, facts, adapter=gates.adapter)
     save_heads(moved, out)
     return CalibratedGates(moved, shift, texts.name, target, before, after)
 

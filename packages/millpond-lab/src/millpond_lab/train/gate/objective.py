@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from millpond.policy.trained.networks import LayerGate, LayerHeads
+from millpond_lab.train.gate.low_rank import TrainedAdapter
 
 #: What the model's predictions are held to: self, those of the same model with everything kept; text, the text itself.
 Teacher = Literal["self", "text"]
@@ -19,13 +20,18 @@ FIRST_BIAS = 2.0
 
 
 class TrainedGate(nn.Module):
-    """The gate of one layer while it is trained: a `LayerGate` whose parts are parameters."""
+    """The gate of one layer while it is trained: a `LayerGate` whose parts are parameters.
+
+    Attributes:
+        adapter: of the layer's projections, trained beside it; None: the model stays as it is.
+    """
 
     def __init__(
         self, inputs: int, hidden: int, n_kv_heads: int, n_heads: int, width: int, causal: bool = True
     ) -> None:
         super().__init__()
         self.causal = causal
+        self.adapter: TrainedAdapter | None = None
 
         def drawn(rows: int, columns: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(rows, columns).uniform_(-1, 1) / columns**0.5)
@@ -56,6 +62,12 @@ class TrainedGate(nn.Module):
         self.w2.copy_(heads.w2)
         steps = heads.quantiles.shape[1] - 1
         self.b2.copy_(heads.b2 - heads.quantiles[:, round((1 - target) * steps)])
+
+    @torch.no_grad()
+    def continue_from(self, gate: LayerGate) -> None:
+        """Begin with the numbers of a gate, in its width."""
+        for part in LayerGate.PARTS:
+            setattr(self, part, nn.Parameter(getattr(gate, part).detach().float().cpu().clone()))
 
 
 def straight_through(logits: Tensor, pinned: Tensor) -> Tensor:

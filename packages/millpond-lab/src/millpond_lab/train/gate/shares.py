@@ -10,8 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from millpond.hf.adapter import ALL, acting
+from millpond.hf.model_profile import ModelProfile
 from millpond.hf.offline import read_later
 from millpond.policy.prompt_flags import PromptFlags
+from millpond.policy.trained.adapter import Adapter
 from millpond.policy.trained.networks import CONTEXT_DTYPE, LayerGate
 from millpond_lab.train.gate.objective import pinned_entries
 from millpond_lab.train.gate.weighted_attention import masked_attention, weighted_attention
@@ -88,12 +91,14 @@ class GateJudge:
     Args:
         reader: of the model. acts: see `Acts`.
         sinks, window: first and newest entries of a prompt that stay.
+        adapter: of the model's projections, which acts too; None: there is none.
     """
 
-    def __init__(self, reader: TextReader, acts: Acts, sinks: int, window: int) -> None:
+    def __init__(self, reader: TextReader, acts: Acts, sinks: int, window: int, adapter: Adapter | None = None) -> None:
         self.pins = sinks, window
         self._reader = reader
         self._acts = acts
+        self._adapters = [] if adapter is None else [(adapter, ALL)]
 
     @torch.no_grad()
     def judge(self, layers: Sequence[LayerGate], asked: Asked, shift: float = 0.0) -> Judged:
@@ -109,11 +114,12 @@ class GateJudge:
             logits.append(F.linear(hidden[-1], gate.w2, gate.b2).T)
             return flags_of(logits[-1] + shift, *self.pins)
 
-        if self._acts == "prompt":
-            return Judged(hidden, logits, read_inside(self._reader, asked, flag, *self.pins))
-        prompt = self._reader.read_prompt(asked.ids, asked.begin)
-        flags = [flag(index, layer.features) for index, layer in enumerate(prompt.layers)]
-        return Judged(hidden, logits, read_gated(self._reader.model, asked, prompt, flags))
+        with acting(ModelProfile.of(self._reader.model), self._adapters):
+            if self._acts == "prompt":
+                return Judged(hidden, logits, read_inside(self._reader, asked, flag, *self.pins))
+            prompt = self._reader.read_prompt(asked.ids, asked.begin)
+            flags = [flag(index, layer.features) for index, layer in enumerate(prompt.layers)]
+            return Judged(hidden, logits, read_gated(self._reader.model, asked, prompt, flags))
 
     def shift_to(self, target: float, layers: Sequence[LayerGate], texts: Iterable[Asked]) -> float:
         """Number to add to every bias so that texts keep `target` in the mean, or as near as pinned entries let.

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millpond.errors import CacheMismatchError, OptionError
+from millpond.hf.adapter import ALL, acting
 from millpond.hf.calibration.load import model_mark
 from millpond.hf.model_profile import ModelProfile
+from millpond.policy.trained.adapter import Adapter
 from millpond.policy.trained.file import GATE, save_heads
 from millpond.policy.trained.networks import (
     ACTS,
@@ -34,6 +36,7 @@ from millpond.policy.trained.networks import (
 )
 from millpond_lab.train.common.network_run import NetworkRun, RunSettings, StopLimits, checkpoint_of, cpu_threads
 from millpond_lab.train.common.progress import step_progress
+from millpond_lab.train.gate.low_rank import Sizes, TrainedAdapter, projection_sizes
 from millpond_lab.train.gate.objective import (
     Teacher,
     TrainedGate,
@@ -57,9 +60,10 @@ class GateSettings(RunSettings):
         target: share of a prompt's entries that is to be kept, pinned ones included. alpha: weight of its loss.
         teacher: see `prediction_loss`. hidden: width of the networks. n_heads, width: of their narrow attention.
         sinks, window: first and newest entries of a prompt that stay. clip: of the norm of all gradients.
-        start: digest of the retaining heads that the gates begin with; empty: none.
+        start: what the gates begin with, see `start_of`; empty: nothing.
         attention: what a token of a prompt looks at: causal, those before it; global, the whole prompt.
         acts: where flags act: inside a prompt, as later queries of it do not see what has none; or at its end.
+        lora: rank of an adapter of the attention projections that is trained beside the gates; 0: none is.
     """
 
     target: float = 0.2
@@ -74,6 +78,7 @@ class GateSettings(RunSettings):
     start: str = ""
     attention: Literal["causal", "global"] = "causal"
     acts: Acts = "prompt"
+    lora: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.target < 1:
@@ -84,6 +89,13 @@ class GateSettings(RunSettings):
             raise OptionError(f"attention={self.attention!r} must be causal or global")
         if self.acts not in ("prompt", "end"):
             raise OptionError(f"acts={self.acts!r} must be prompt or end")
+        if self.lora < 0:
+            raise OptionError(f"lora={self.lora} is the rank of an adapter: 1 or more, or 0 for none")
+        if self.lora and self.acts == "end":
+            raise OptionError(
+                f"lora={self.lora} with acts='end': prompts are read without gradients then, so an adapter would not "
+                "learn how to read them; train it with acts='prompt'"
+            )
 
 
 class GateLogLine(NamedTuple):
@@ -112,12 +124,15 @@ def new_run(
     data: str,
     sizes: Sequence[HeadSizes],
     device: torch.device,
-    start: RetainingHeads | None = None,
+    start: RetainingHeads | Gates | None = None,
+    projections: Sequence[Sizes] = (),
 ) -> GateRun:
     """A run that begins. Equal seeds give equal weights; the caller's random state is kept.
 
+    projections: of every layer, see `projection_sizes`; none without an adapter.
+
     Raises:
-        CacheMismatchError: the retaining heads to start from are of another model or width.
+        CacheMismatchError: the networks to start from are of another model or width, or have another adapter.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
@@ -132,22 +147,49 @@ def new_run(
             )
             for s in sizes
         ]
+        for index, linears in enumerate(projections):
+            gates[index].adapter = TrainedAdapter(linears, settings.lora)
     if start is not None:
-        if start.model != mark or len(start.layers) != len(gates):
-            raise CacheMismatchError(
-                f"the retaining heads to start from were trained for another model ({start.name}): take those of this "
-                "model"
-            )
-        for gate, heads in zip(gates, start.layers, strict=True):
-            if len(heads.b1) != settings.hidden:
-                raise CacheMismatchError(
-                    f"the retaining heads to start from are {len(heads.b1)} wide and these gates {settings.hidden}: "
-                    f"give --hidden {len(heads.b1)}"
-                )
-            gate.start_from(heads.to(torch.device("cpu")), settings.target)
+        _begin(gates, start, mark, settings)
     return GateRun(settings, mark, data, nn.ModuleList(gates).to(device), GateLogLine)
 
 
+def start_of(networks: RetainingHeads | Gates | None) -> str:
+    """What `GateSettings.start` says of networks that gates begin with."""
+    if networks is None:
+        return ""
+    return f"{GATES_START}{networks.digest}" if isinstance(networks, Gates) else networks.digest
+
+
+def _begin(gates: Sequence[TrainedGate], start: RetainingHeads | Gates, mark: str, settings: GateSettings) -> None:
+    """Let gates begin with given networks; see `new_run`."""
+    if start.model != mark or len(start.layers) != len(gates):
+        raise CacheMismatchError(
+            f"the networks to start from were trained for another model ({start.name}): take those of this model"
+        )
+    if isinstance(start, Gates):
+        rank = 0 if start.adapter is None else start.adapter.rank
+        if rank and rank != settings.lora:
+            raise CacheMismatchError(
+                f"the gates to start from have an adapter of rank {rank}, without which they were not trained: give "
+                f"--lora {rank}"
+            )
+        for index, gate in enumerate(gates):
+            gate.continue_from(start.layers[index])
+            if start.adapter is not None and gate.adapter is not None:
+                gate.adapter.continue_from(start.adapter.layers[index])
+        return
+    for gate, heads in zip(gates, start.layers, strict=True):
+        if len(heads.b1) != settings.hidden:
+            raise CacheMismatchError(
+                f"the retaining heads to start from are {len(heads.b1)} wide and these gates {settings.hidden}: "
+                f"give --hidden {len(heads.b1)}"
+            )
+        gate.start_from(heads.to(torch.device("cpu")), settings.target)
+
+
+#: What `GateSettings.start` of gates begins with.
+GATES_START = "gates "
 #: Names of the random streams: of training, and of the texts that the result is measured on.
 TRAIN_STREAM, CHECK_STREAM = "retain", "retain-check"
 
@@ -176,7 +218,7 @@ def train_gate(
     out: str | Path,
     settings: GateSettings,
     *,
-    start: RetainingHeads | None = None,
+    start: RetainingHeads | Gates | None = None,
     max_minutes: float | None = None,
     max_steps: int | None = None,
     threads: int | None = None,
@@ -185,14 +227,14 @@ def train_gate(
     """Train gates into the file `out`, continuing from `out`.checkpoint if there is one.
 
     Args:
-        start: retaining heads that the gates begin with; `settings.start` is their digest.
+        start: retaining heads or gates that these begin with, see `start_of`; gates have their own width.
         max_minutes: stop this call after that many minutes; call again to continue.
         max_steps: stop at this step of the whole run; for tests.
         threads: CPU threads of torch; None leaves them as they are.
 
     Raises:
         OptionError: the checkpoint is of another model, data or settings.
-        CacheMismatchError: `start` is of another model or width.
+        CacheMismatchError: `start` is of another model or width, or has another adapter.
         NumericsError: a loss that is not finite; the checkpoint before it stays.
         UnsupportedModelError: a model whose rotation cannot be undone, with latents, or without position ids.
     """
@@ -200,7 +242,8 @@ def train_gate(
     file.parent.mkdir(parents=True, exist_ok=True)
     with cpu_threads(threads):
         reader = TextReader(model)
-        run = new_run(settings, model_mark(model), texts.name, reader.sizes(), model.device, start)
+        projections = projection_sizes(ModelProfile.of(model)) if settings.lora else []
+        run = new_run(settings, model_mark(model), texts.name, reader.sizes(), model.device, start, projections)
         if checkpoint_of(file).exists():
             run.load(checkpoint_of(file))
         with step_progress(show_progress, run.step, settings.steps) as show:
@@ -225,7 +268,9 @@ def _step(run: GateRun, reader: TextReader, texts: Texts, checkpoint: Path) -> G
 
     if settings.acts == "prompt":
         full = reader.predict(asked.ids, asked.begin)
-        logits = read_inside(reader, asked, flag, settings.sinks, settings.window)
+        adapter = _adapter(run)
+        with acting(ModelProfile.of(reader.model), [] if adapter is None else [(adapter, ALL)]):
+            logits = read_inside(reader, asked, flag, settings.sinks, settings.window)
     else:
         prompt = reader.read_prompt(asked.ids, asked.begin)
         full, kept_flags = prompt.logits, [flag(index, layer.features) for index, layer in enumerate(prompt.layers)]
@@ -241,13 +286,14 @@ def _step(run: GateRun, reader: TextReader, texts: Texts, checkpoint: Path) -> G
 def _measured(run: GateRun, reader: TextReader, texts: Texts, name: str) -> TrainedGates:
     """The gates as a file stores them, shifted to keep the target on held-out texts, and what they do there."""
     settings = run.settings
-    layers = [_as_stored(gate) for gate in run.networks]
+    layers, adapter = [_as_stored(gate) for gate in run.networks], _adapter(run, as_stored=True)
     asked = [texts.draw(CHECK_STREAM, settings.seed, step) for step in range(settings.check_texts)]
-    judge = GateJudge(reader, settings.acts, settings.sinks, settings.window)
+    judge = GateJudge(reader, settings.acts, settings.sinks, settings.window, adapter)
     shift = judge.shift_to(settings.target, layers, asked)
     moved = [replace(gate, b2=gate.b2 + shift) for gate in layers]
     hidden = zip(*(judge.judge(moved, text).hidden for text in asked), strict=True)
-    gates = Gates([pruned(*given) for given in zip(moved, hidden, strict=True)], run.mark, name, _facts(run))
+    kept_units = [pruned(*given) for given in zip(moved, hidden, strict=True)]
+    gates = Gates(kept_units, run.mark, name, _facts(run), adapter=adapter)
     kept: list[Tensor] = []
     shares: list[float] = []
     same = total = 0
@@ -258,6 +304,12 @@ def _measured(run: GateRun, reader: TextReader, texts: Texts, name: str) -> Trai
         same += int((found.predicted.argmax(-1) == reader.predict(text.ids, text.begin).argmax(-1)).sum())
         total += len(found.predicted)
     return TrainedGates(run, gates, shift, torch.stack(kept).mean(0).tolist(), shares, same / total)
+
+
+def _adapter(run: GateRun, as_stored: bool = False) -> Adapter | None:
+    """The adapter as it is now, or in the numbers of its file; None if none is trained."""
+    layers = [gate.adapter for gate in run.networks if isinstance(gate, TrainedGate) and gate.adapter is not None]
+    return Adapter([layer.as_stored() if as_stored else layer.added for layer in layers]) if layers else None
 
 
 def _as_stored(gate: nn.Module) -> LayerGate:
@@ -291,4 +343,5 @@ def _facts(run: GateRun) -> dict[str, str]:
         "start": settings.start,
         ATTENTION: settings.attention,
         ACTS: settings.acts,
+        **({"lora": str(settings.lora)} if settings.lora else {}),
     }

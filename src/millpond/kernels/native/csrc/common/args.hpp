@@ -164,6 +164,13 @@ struct AttendArgs {
   double scale, softcap;
 };
 
+// A decoding step and the runs of entries that some of its sequences share: n_runs AttendArgs follow, of the same
+// queries, heads and threads, whose out and lse are not read.
+struct SharedDecodeArgs {
+  DecodeArgs decode;
+  int64_t n_runs;
+};
+
 // Products x . y of the entries of each head with the vectors of its sets, of which few things are kept.
 struct ScanArgs {
   const void *x, *y;  // (H, N, dim), (H * n_sets, n_others, dim)
@@ -237,6 +244,25 @@ struct NormArgs {
   void* out;                      // (m, heads, n); may be x
   int64_t m, heads, n, x_row, x_head, out_row, out_head, dtype, centred, n_threads;  // strides
   double eps;
+};
+
+// How keys lie inside a block: number c of token t at row_at[t] + column_at[c].
+enum KeyOrder : int64_t {
+  ANY_ORDER = 0,
+  TOKENS_TOGETHER = 1,  // runs of 16 tokens: row_at rises by 1
+  PAIRS_TOGETHER = 2,   // runs of 16 tokens of pairs of 16-bit numbers: row_at rises by 2, column_at by 1 inside a pair
+};
+
+// One query of each sequence adds its attention to the sums of the entries that it sees: see ops.block_sums.
+struct BlockSumsArgs {
+  const void *q, *keys;                // (S, Hq, dim), contiguous rows; keys of the first block
+  const int32_t *row_at, *column_at;   // (block,), (dim,)
+  const int32_t *table, *lens;         // (S, n): block ids; (S,): entries, 0 for a sequence that takes no part
+  const float* sink_logits;            // (Hq,) or null
+  float* sums;                         // (blocks, Hkv, block)
+  int64_t q_dtype, k_dtype, q_seq, q_head, k_block, k_head, table_row;  // strides
+  int64_t n_seq, n_heads, n_kv_heads, block, dim, order, reduce, n_threads;
+  double scale, softcap, decay;
 };
 
 // The largest number of each row and where it stands first; NaN counts as larger than all.

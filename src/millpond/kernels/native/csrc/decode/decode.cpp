@@ -14,7 +14,7 @@ namespace mp {
 namespace {
 
 struct RegionState {
-  std::atomic<int> left;  // splits not yet done
+  std::atomic<int> left;  // splits, and units of shared entries, not yet done
   int slab;               // which slab it uses, -1 before the first split
 };
 
@@ -30,7 +30,8 @@ struct alignas(64) Share {
 
 class Step {
  public:
-  explicit Step(const DecodeArgs& args, const PackedArgs* packed = nullptr) : c_(args, packed) {}
+  explicit Step(const DecodeArgs& args, const PackedArgs* packed = nullptr, SharedParts* shared = nullptr)
+      : c_(args, packed), shared_(shared) {}
   int run();
 
  private:
@@ -38,6 +39,7 @@ class Step {
   void work(int thread);
   void attend_split(int r, int split, int thread);
   void combine(int r, int thread);
+  void finish(int r, int thread);
   void settle(int r, int thread);
   int score_splits(int r) const;
   void score_in_parallel();
@@ -50,6 +52,8 @@ class Step {
   float* shared_mean(int thread) const { return means_ + thread * int64_t(c_.most + W); }
 
   Call c_;
+  SharedParts* shared_;  // null: no entries are shared
+  std::atomic<int> next_shared_{0};
   int threads_ = 1;
   bool apart_ = false;  // attention first, then scores: both split over the threads
   RegionState* states_ = nullptr;
@@ -74,7 +78,8 @@ void Step::choose_threads(int64_t n_items) {
     if (c_.active(r)) slots += c_.a.lens[r], packed += c_.packed_lens(r);
   const int64_t bytes = slots * (c_.pool.key_dim + c_.pool.value_dim) * c_.pool.item +
                         (packed > 0 ? packed * c_.packed->page_bytes / c_.packed->pool.slots : 0);
-  const int64_t worth = 1 + bytes / BYTES_PER_THREAD;
+  const int64_t worth =
+      1 + bytes / BYTES_PER_THREAD + (shared_ != nullptr ? int64_t(shared_->work() / SHARED_WORK_PER_THREAD) : 0);
   threads_ = int(std::max<int64_t>(1, std::min({c_.a.n_threads, worth, n_items})));
   apart_ = c_.n_regions < threads_;
 }
@@ -135,7 +140,7 @@ void Step::attend_split(int r, int split, int thread) {
 void Step::combine(int r, int thread) {
   scores_[r] = 0.0f;
   if (!c_.active(r)) return leave_out(c_, r);
-  const float received = merge(c_, r, slab(r), scratch(thread));
+  const float received = merge(c_, r, slab(r), scratch(thread), shared_);
   if (c_.gathers) scores_[r] = received;
 }
 
@@ -150,19 +155,32 @@ void Step::settle(int r, int thread) {
 
 int Step::score_splits(int r) const { return c_.gathers || c_.full(r) ? c_.splits(r) : 0; }
 
+// Region r, whose parts are all done.
+void Step::finish(int r, int thread) {
+  combine(r, thread);
+  for (int i = 0; c_.active(r) && i < score_splits(r); ++i) score_part(c_, r, i, slab(r), scratch(thread).factors);
+  settle(r, thread);
+  std::lock_guard<std::mutex> lock(mutex_);
+  free_[n_free_++] = states_[r].slab;
+}
+
+// Shared entries first: their units are the longest, and own entries of other regions fill up what time they leave.
 void Step::work(int thread) {
+  const int units = shared_ != nullptr ? shared_->units() : 0;
+  for (int i; (i = next_shared_.fetch_add(1, std::memory_order_relaxed)) < units;) {
+    shared_->attend(i, thread);
+    if (apart_) continue;
+    shared_->for_regions(i, [&](int r) {
+      if (states_[r].left.fetch_sub(1, std::memory_order_acq_rel) == 1) finish(r, thread);
+    });
+  }
   for (Item item; take(thread, item);) {
     const auto [r, split] = item;
     const int later = c_.a.lens[r] < SHORT ? r + LOOK_AHEAD : r;  // short regions are done before memory has answered
     if (split == c_.splits(r) - 1 && later < c_.n_regions) prefetch_slot(c_, later);
     if (c_.active(r)) attend_split(r, split, thread);
     if (apart_ || states_[r].left.fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
-    combine(r, thread);
-    for (int i = 0; c_.active(r) && i < score_splits(r); ++i)
-      score_part(c_, r, i, slab(r), scratch(thread).factors);
-    settle(r, thread);
-    std::lock_guard<std::mutex> lock(mutex_);
-    free_[n_free_++] = states_[r].slab;
+    finish(r, thread);
   }
 }
 
@@ -184,8 +202,9 @@ int Step::run() {
   const int n = c_.n_regions;
   int64_t n_items = 0;
   for (int r = 0; r < n; ++r) n_items += c_.splits(r);
-  choose_threads(n_items);
-  const int n_slabs = apart_ ? n : std::min(n, 3 * threads_);  // begun: one worked on, and one at each end of a share
+  choose_threads(n_items + (shared_ != nullptr ? shared_->units() : 0));
+  // begun: one worked on, and one at each end of a share; or those that wait for shared entries
+  const int n_slabs = apart_ || shared_ != nullptr ? n : std::min(n, 3 * threads_);
   int64_t bytes = 0;
   auto reserve = [&bytes](int64_t size) { return std::exchange(bytes, bytes + round_up(size, 64)); };
   const int64_t slabs = reserve(n_slabs * Slab::bytes(c_)), scratches = reserve(threads_ * Scratch::bytes(c_));
@@ -195,6 +214,7 @@ int Step::run() {
   const int64_t stack = reserve(n_slabs * int64_t(sizeof(int)));
   static thread_local Workspace workspace;
   const int64_t shares = reserve(threads_ * int64_t(sizeof(Share)));
+  const int64_t of_shared = (bytes = round_up(bytes, 4096), reserve(shared_ != nullptr ? shared_->bytes(threads_) : 0));
   char* memory = workspace.get(bytes);
   if (memory == nullptr) return 1;
   slabs_ = memory + slabs;
@@ -205,10 +225,11 @@ int Step::run() {
   heads_left_ = reinterpret_cast<std::atomic<int>*>(memory + counters);
   free_ = reinterpret_cast<int*>(memory + stack);
   shares_ = reinterpret_cast<Share*>(memory + shares);
+  if (shared_ != nullptr) shared_->use(memory + of_shared);
   for (int i = 0; i < n_slabs; ++i) free_[i] = n_slabs - 1 - i;
   n_free_ = n_slabs;
   for (int r = 0; r < n; ++r) {
-    states_[r].left.store(c_.splits(r), std::memory_order_relaxed);
+    states_[r].left.store(c_.splits(r) + (shared_ != nullptr ? shared_->waits_for(r) : 0), std::memory_order_relaxed);
     states_[r].slab = apart_ ? r : -1;
   }
   for (int s = 0; s < c_.a.n_seq; ++s) heads_left_[s].store(int(c_.a.n_kv_heads), std::memory_order_relaxed);
@@ -229,4 +250,10 @@ extern "C" __attribute__((visibility("default"))) int mp_decode(const mp::Decode
 // The regions of the second struct belong to those of the first: a part of their entries lies in packed pages.
 extern "C" __attribute__((visibility("default"))) int mp_decode_packed(const mp::PackedDecodeArgs* args) {
   return mp::Step(args->plain, &args->packed).run();
+}
+
+// Nothing leaves and nothing is scored. Runs of entries that several sequences share come before each sequence's own.
+extern "C" __attribute__((visibility("default"))) int mp_decode_shared(const mp::SharedDecodeArgs* args) {
+  mp::SharedParts shared(reinterpret_cast<const mp::AttendArgs*>(args + 1), int(args->n_runs));
+  return mp::Step(args->decode, nullptr, &shared).run();
 }

@@ -3,7 +3,9 @@
 
 #include <cmath>
 
+#include "common/softmax.hpp"
 #include "decode/attend.hpp"
+#include "decode/shared_parts.hpp"
 
 namespace mp {
 
@@ -18,8 +20,8 @@ inline float new_logit(const Call& c, const float* query, const float* key) {
 inline float exp_one(float x) { return exp(splat(x))[0]; }
 
 // Write out and lse of region r; leave its maximum and 1 / denominator in the slab.
-// Returns the new entry's probability, reduced over the group.
-inline float merge(const Call& c, int r, const Slab& slab, const Scratch& scratch) {
+// Returns the new entry's probability, reduced over the group. `shared`: what it found in shared entries; null for none.
+inline float merge(const Call& c, int r, const Slab& slab, const Scratch& scratch, const SharedParts* shared = nullptr) {
   const int group = c.group, n = c.splits(r), value_dim = int(c.pool.value_dim);
   const int key_dim = int(c.pool.key_dim), key_pad = int(round_up(key_dim, W));
   float *query = scratch.rows, *key = query + key_pad, *value = key + key_pad;
@@ -35,6 +37,8 @@ inline float merge(const Call& c, int r, const Slab& slab, const Scratch& scratc
     float top = logit;
     if (sink != nullptr) top = std::max(top, *sink);
     for (int i = 0; i < n; ++i) top = std::max(top, slab.top[i * group + h]);
+    if (shared != nullptr)
+      shared->for_found(r, h, [&](const FoundRow& found) { top = std::max(top, found.top / LOG2_E); });
     const float weight = exp_one(logit - top);
     float* sums = slab.out + int64_t(h) * c.out_stride;  // part 0 takes the others in
     float total = 0.0f;
@@ -45,6 +49,12 @@ inline float merge(const Call& c, int r, const Slab& slab, const Scratch& scratc
       for (int d = 0; d < c.out_stride; d += W)
         store(sums + d, i == 0 ? load(part + d) * factor : load(sums + d) + load(part + d) * factor);
     }
+    if (shared != nullptr)
+      shared->for_found(r, h, [&](const FoundRow& found) {
+        const float factor = exp_one(found.top / LOG2_E - top);
+        total += factor * found.total;
+        for (int d = 0; d < c.out_stride; d += W) store(sums + d, load(sums + d) + load(found.out + d) * factor);
+      });
     total += weight;
     if (sink != nullptr) total += exp_one(*sink - top);
     const float inverse = 1.0f / total;

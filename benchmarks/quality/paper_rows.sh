@@ -1,0 +1,60 @@
+#!/bin/sh
+# The committed rows on SmolLM2 about what papers do otherwise, into benchmarks/results; then make docs-pages.
+#   DATA=FOLDER benchmarks/quality/paper_rows.sh PART ...    of: codecs tiers turns merging values
+# DATA: folder with wikitext2_valid.txt, on which all calibrations are made, and with the judged texts, which are
+# wikitext2_test.txt, gutenberg/emma.txt and cpp_docs.md.txt. WINDOWS: of each text. BIN: folder of the programs.
+# OUT: folder of results.
+# shellcheck disable=SC2086  # one word for each option
+set -eu
+cd "$(dirname "$0")/../.."
+python=${BIN:-.venv/bin}/python
+out=${OUT:-benchmarks/results}
+data=${DATA:?names a folder with wikitext2_valid.txt, wikitext2_test.txt, gutenberg/emma.txt and cpp_docs.md.txt}
+model=smollm2-135m
+windows=${WINDOWS:-2}
+size="--windows $windows --prompt 512"
+texts="--text wiki=$data/wikitext2_test.txt --text novel=$data/gutenberg/emma.txt --text cpp=$data/cpp_docs.md.txt"
+
+measure() {
+  script=$1
+  shift
+  "$python" "benchmarks/quality/$script.py" "$model" "$@" $texts
+}
+
+for part in "$@"; do
+  case $part in
+    codecs)
+      # ThinK's shares of channels, and KVQuant with ranges of a head and of a token
+      measure codec_texts think think:0.5 think:0.25:0.25 think:0.5:0.25 think_kivi2 kivi2 --windows 4 --prompt 1024 \
+        --out "$out/codec-papers.json"
+      measure codec_texts kvquant4 kvquant4_paper kvquant3 kvquant3_paper kvquant2 kvquant2_paper $size \
+        --calibrate "$data/wikitext2_valid.txt" --calibration-windows 8 --calibration-length 512 \
+        --out "$out/codec-papers.json"
+      ;;
+    tiers)
+      # MiKV beside H2O without it
+      measure codec_texts bf16 mikv mikv3 mikv4 int8_mikv int8_mikv3 int8_mikv4 $size \
+        --method h2o --budget 20% --out "$out/codec-papers.json"
+      ;;
+    turns)
+      # FastGen that measures its heads in each of three turns, or in the first alone
+      for profile in turn once; do
+        measure codec_texts auto --windows "$windows" --prompt 768 --turns 3 --method fastgen \
+          --option "profile=$profile" --out "$out/fastgen-profiles.json"
+      done
+      ;;
+    merging)
+      # KVMerger's thresholds of layers on texts that they were not measured on
+      measure merge_thresholds $size --calibrate "$data/wikitext2_valid.txt" \
+        --text "tales=$data/grimms_fairy_tales.txt" --out "$out/merge-thresholds.json"
+      ;;
+    values)
+      # FlexGen's sparse attention
+      measure sparse_values 1 0.5 0.25 0.1 $size --scored 16 --out "$out/sparse-values.json"
+      ;;
+    *)
+      echo "no part called $part; there are: codecs tiers turns merging values" >&2
+      exit 2
+      ;;
+  esac
+done

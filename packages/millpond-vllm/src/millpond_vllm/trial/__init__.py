@@ -1,0 +1,1 @@
+"""A user's own traffic, stock against settings."""

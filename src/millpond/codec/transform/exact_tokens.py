@@ -1,0 +1,93 @@
+"""Tokens that are stored as they are: sinks, the newest, and those that queries attend to most."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from millpond.kernels.args import AttentionShape
+
+#: First tokens of a text that are never coded, and newest ones.
+SINKS, NEWEST = 4, 64
+#: Of the queries, every so many is asked.
+QUERY_STEP = 16
+#: Tokens of a unit: a token is judged by the queries of its own unit.
+UNIT = 256
+#: Queries that a token's attention is divided by at least: the last tokens of a unit are seen by few.
+LEAST_QUERIES = 4
+#: Share of the tokens of a calibration that are exact by attention.
+SHARE = 0.01
+
+
+def attention_rows(q: Tensor, at: Tensor, k: Tensor, shape: AttentionShape) -> Tensor:
+    """Return the attention of some queries to all entries.
+
+    Args:
+        q: (Hq, m, D) queries after RoPE.
+        at: (m,) their positions.
+        k: (Hkv, n, D) keys after RoPE of positions 0 to n - 1.
+        shape: Settings of the layer.
+
+    Returns:
+        (Hq, m, n) float32; 0 where a query does not see an entry.
+    """
+    n = k.shape[1]
+    logits = q.float().view(len(k), -1, q.shape[2]) @ k.float().transpose(1, 2) * shape.scale
+    logits = logits.view(len(q), -1, n)
+    if shape.softcap:
+        logits = shape.softcap * torch.tanh(logits / shape.softcap)
+    behind = at[:, None] - torch.arange(n, device=q.device)
+    hidden = behind < 0
+    if shape.window:
+        hidden |= behind >= shape.window
+    logits = logits.masked_fill(hidden, -torch.inf)
+    if shape.sink_logits is not None:
+        sinks = shape.sink_logits.to(logits).view(-1, 1, 1).expand(-1, logits.shape[1], 1)
+        return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
+    return logits.softmax(-1)
+
+
+def attention_per_query(q: Tensor, at: Tensor, k: Tensor, shape: AttentionShape, unit: int = UNIT) -> Tensor:
+    """Return how much attention a token gets from a query that sees it from behind, in its largest KV head.
+
+    It is the mean over the queries of a unit, and over the query heads of a KV head.
+
+    Args:
+        q: (Hq, m, D) sampled queries after RoPE.
+        at: (m,) their positions, ascending.
+        k: (Hkv, n, D) keys after RoPE of positions 0 to n - 1.
+        shape: Settings of the layer.
+        unit: Tokens of a unit, whose queries alone are asked about its tokens; at least n asks all.
+
+    Returns:
+        (n,) float32.
+    """
+    n = k.shape[1]
+    attention = torch.zeros(n, device=k.device)
+    for begin in range(0, n, unit):
+        end = min(begin + unit, n)
+        asked = (at >= begin) & (at < end)
+        if not bool(asked.any()):
+            continue
+        positions = at[asked]
+        sums = k.new_zeros((len(k), end - begin), dtype=torch.float32)
+        for some, where in zip(torch.split(q[:, asked], UNIT, 1), torch.split(positions, UNIT), strict=True):
+            rows = attention_rows(some, where, k[:, :end], shape)[..., begin:]
+            rows = rows.masked_fill(where[:, None] <= torch.arange(begin, end, device=k.device), 0)
+            sums += rows.view(len(k), -1, *rows.shape[1:]).mean(1).sum(1)
+        behind = positions[:, None] - torch.arange(begin, end, device=k.device)
+        seen = ((behind > 0) & (behind < (shape.window or n))).sum(0)
+        attention[begin:end] = (sums / seen.clamp(min=LEAST_QUERIES)).max(0).values
+    return attention
+
+
+def above(attention: Tensor, threshold: float) -> Tensor:
+    """Return which tokens are exact by the threshold of the layer, (n,) bool: no other token changes that."""
+    return attention > threshold
+
+
+def most_attended(attention: Tensor, share: float = SHARE) -> Tensor:
+    """Return which tokens are exact by rank, (n,) bool: a share of a whole text, rounded to the nearest number."""
+    mask = torch.zeros_like(attention, dtype=torch.bool)
+    mask[attention.topk(round(share * len(attention))).indices] = True
+    return mask

@@ -1,0 +1,248 @@
+"""Transform file: all numbers of the codec for a model as safetensors, checked before anything is allocated."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from millpond.codec.transform.fit import SideTransform
+from millpond.codec.transform.levels import MOST_BITS
+from millpond.codec.transform.prompt_header import Sides
+from millpond.errors import CacheMismatchError, DataError
+
+#: First words of the file; the number grows when its content changes.
+FORMAT = "millpond transform 1"
+#: Most layers, and numbers of a token in a layer, that a file may have.
+MOST_LAYERS, MOST_DIMS = 1024, 16384
+#: Most bytes of the names, shapes and facts at the beginning of a file.
+MOST_HEADER = 8 << 20
+_SIDES = ("key", "value")
+#: Facts that are compared, in this order, and how a message calls them.
+_COMPARED = {"name": "class", "shapes": "shape of layers", "rope": "rotary embedding", "weights": "set of weights"}
+#: Numbers of the tables of levels, 2 + 4 + ... + 128.
+_N_LEVELS = (2 << MOST_BITS) - 2
+
+
+@dataclass(frozen=True, slots=True)
+class FittedModel:
+    """Facts about the model that a transform was fitted to; all must be equal where it is used.
+
+    Attributes:
+        name: Class of the model.
+        shapes: For each layer with entries: KV heads, channels of a key, channels of a value.
+        rope: Settings of its rotary embedding, as JSON.
+        weights: Digest of names, shapes and some numbers of its parameters.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, int, int], ...]
+    rope: str
+    weights: str
+
+    def check_equal(self, other: FittedModel) -> None:
+        """Check that `other` is the model of this file.
+
+        Raises:
+            CacheMismatchError: it is not; the message says what differs.
+        """
+        for field, words in _COMPARED.items():
+            ours, theirs = getattr(self, field), getattr(other, field)
+            if ours != theirs:
+                detail = "" if field == "weights" else f" ({_brief(ours)} in the file, {_brief(theirs)} here)"
+                raise CacheMismatchError(
+                    f"this transform file was made for another model, with another {words}{detail}; make one for this "
+                    "model with 'millpond calibrate --codec transform'"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """What a transform was fitted on.
+
+    Attributes:
+        tokens: Tokens that were read.
+        digest: SHA-256 of their ids.
+        eps_keys: Share of the metric's mean that was added to that of keys.
+        eps_values: The same of values.
+        most_bits: Mean bits a number up to which the file has rows.
+    """
+
+    tokens: int
+    digest: str
+    eps_keys: float
+    eps_values: float
+    most_bits: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelTransform:
+    """Transforms of all layers of a model with entries.
+
+    Attributes:
+        model: The model.
+        calibrated: What it was fitted on.
+        layers: Keys and values of each layer.
+        thresholds: (layers,) float32: attention per query above which a token is exact.
+    """
+
+    model: FittedModel
+    calibrated: Calibrated
+    layers: tuple[Sides, ...]
+    thresholds: Tensor
+
+    @property
+    def n_numbers(self) -> int:
+        """Numbers of a token in all layers."""
+        return sum(len(side.mean) for layer in self.layers for side in layer)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of all numbers, by which files of codes name their transform."""
+        digest = hashlib.sha256(FORMAT.encode())
+        for name, tensor in sorted(self._tensors().items()):
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+            digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def save(self, path: str | os.PathLike[str]) -> int:
+        """Write the file; returns its bytes.
+
+        Raises:
+            DataError: it cannot be written.
+        """
+        about = {
+            "format": FORMAT,
+            "model": json.dumps(asdict(self.model)),
+            "calibrated": json.dumps(asdict(self.calibrated)),
+            "digest": self.digest(),
+        }
+        try:
+            save_file(self._tensors(), path, about)
+            return Path(path).stat().st_size
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{os.fspath(path)!r} cannot be written: {error}") from error
+
+    def _tensors(self) -> dict[str, Tensor]:
+        tensors = {"thresholds": self.thresholds.cpu().float().contiguous()}
+        for index, layer in enumerate(self.layers):
+            for name, side in zip(_SIDES, layer, strict=True):
+                own = f"{index}.{name}."
+                tensors[f"{own}mean"] = side.mean.cpu().contiguous()
+                tensors[f"{own}rows"] = side.rows.cpu().bfloat16().contiguous()
+                tensors[f"{own}columns"] = side.columns.cpu().bfloat16().contiguous()
+                tensors[f"{own}distortions"] = side.distortions.cpu().contiguous()
+                tensors[f"{own}levels"] = torch.cat(side.levels).cpu()
+        return tensors
+
+
+def load_transform(path: str | os.PathLike[str]) -> ModelTransform:
+    """Read a transform file.
+
+    Names, types and shapes are checked before a tensor is read.
+
+    Raises:
+        DataError: no such file, of another format, damaged, or its parts do not fit together.
+    """
+    name = os.fspath(path)
+
+    def need(right: bool, rule: str) -> None:
+        if not right:
+            raise DataError(f"transform file {name!r} is damaged ({rule}); make it again with 'millpond calibrate'")
+
+    try:
+        with open(name, "rb") as begin:
+            length = struct.unpack("<Q", begin.read(8).ljust(8, b"\xff"))[0]
+        need(length <= MOST_HEADER, "its header is too long")
+        with safe_open(name, "pt") as file:
+            about = file.metadata() or {}
+            if about.get("format") != FORMAT:
+                raise DataError(
+                    f"{name!r} is no transform file of this Millpond: its format is {about.get('format')!r}; make one "
+                    "with 'millpond calibrate --codec transform'"
+                )
+            model, calibrated = _model_of(about), _calibrated_of(about)
+            need(0 < len(model.shapes) <= MOST_LAYERS, f"1 to {MOST_LAYERS} layers")
+            given = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (no dictionary)
+            shapes = {key: (tuple(part.get_shape()), part.get_dtype()) for key, part in given.items()}
+            _check_shapes(shapes, model.shapes, need)
+            tensors = {key: file.get_tensor(key) for key in given}
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"transform file {name!r} cannot be read: {error}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"transform file {name!r} is damaged ({error!r}); make it again") from None
+    need(all(bool(tensor.isfinite().all()) for tensor in tensors.values()), "its numbers are finite")
+    layers = tuple(
+        (_side(tensors, f"{index}.key."), _side(tensors, f"{index}.value.")) for index in range(len(model.shapes))
+    )
+    for layer in layers:
+        for side in layer:
+            need(bool((side.distortions >= 0).all()), "a distortion is 0 or more")
+            need(all(bool((table[1:] >= table[:-1]).all()) for table in side.levels), "levels ascend")
+    found = ModelTransform(model, calibrated, layers, tensors["thresholds"])
+    need(about.get("digest") == found.digest(), "its digest differs")
+    return found
+
+
+def _check_shapes(
+    given: Mapping[str, tuple[tuple[int, ...], str]], shapes: tuple[tuple[int, int, int], ...], need: Any
+) -> None:
+    expected: dict[str, tuple[tuple[int, ...], str]] = {"thresholds": ((len(shapes),), "F32")}
+    for index, (heads, *dims) in enumerate(shapes):
+        for side, dim in zip(_SIDES, dims, strict=True):
+            own, d = f"{index}.{side}.", heads * dim
+            need(0 < d <= MOST_DIMS, f"a layer has 1 to {MOST_DIMS} numbers")
+            rows = given[f"{own}rows"][0]
+            need(len(rows) == 2 and 0 < rows[0] <= d, f"layer {index} has 1 to {d} rows")
+            for name, shape, dtype in (
+                ("mean", (d,), "F32"),
+                ("rows", (rows[0], d), "BF16"),
+                ("columns", (rows[0], d), "BF16"),
+                ("distortions", (rows[0], 1 + MOST_BITS), "F32"),
+                ("levels", (_N_LEVELS,), "F32"),
+            ):
+                expected[f"{own}{name}"] = (shape, dtype)
+    need(set(given) == set(expected), "its names are those of its layers")
+    for name, form in expected.items():
+        need(given[name] == form, f"{name} is {form[1]} {form[0]}")
+
+
+def _side(tensors: Mapping[str, Tensor], own: str) -> SideTransform:
+    levels = torch.split(tensors[f"{own}levels"], [1 << bits for bits in range(1, MOST_BITS + 1)])
+    mean, rows, columns, errors = (
+        tensors[f"{own}{name}"].float() for name in ("mean", "rows", "columns", "distortions")
+    )
+    return SideTransform(mean, rows, columns, errors, tuple(levels))
+
+
+def _model_of(about: Mapping[str, str]) -> FittedModel:
+    """Read the facts about the model.
+
+    Raises:
+        KeyError, TypeError, ValueError: they are not what `save` wrote.
+    """
+    facts = json.loads(about["model"])
+    shapes = tuple((int(heads), int(key), int(value)) for heads, key, value in facts["shapes"])
+    return FittedModel(str(facts["name"]), shapes, str(facts["rope"]), str(facts["weights"]))
+
+
+def _calibrated_of(about: Mapping[str, str]) -> Calibrated:
+    facts = json.loads(about["calibrated"])
+    kinds = {"tokens": int, "digest": str}
+    return Calibrated(**{field.name: kinds.get(field.name, float)(facts[field.name]) for field in fields(Calibrated)})
+
+
+def _brief(value: Any, most: int = 120) -> str:
+    text = str(value)
+    return text if len(text) <= most else f"{text[:most]}..."

@@ -1,0 +1,282 @@
+"""Codec `transform` for a text that a cache reads: its queries are sampled, its layers become codes and come back."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.serialization import to_tensors
+from millpond.cache.types import RotaryEmbedding
+from millpond.codec import codecs_of, resolve
+from millpond.codec.transform.coding import encode, project
+from millpond.codec.transform.exact_tokens import (
+    NEWEST,
+    QUERY_STEP,
+    SINKS,
+    UNIT,
+    above,
+    attention_per_query,
+    most_attended,
+)
+from millpond.codec.transform.page import TOKENS, PageAddress
+from millpond.codec.transform.prompt_header import LayerHeader, adapted_headers
+from millpond.codec.transform.storage_codec import parse_storage_codec
+from millpond.codec.transform.transform_file import ModelTransform, load_transform
+from millpond.errors import CacheMismatchError, OptionError
+from millpond.hf.cache import MillpondCache
+from millpond.hf.calibration.load import rotations_before_rope
+from millpond.hf.calibration.transform import fitted_model
+from millpond.hf.model_profile import ModelProfile, entry_dims, named
+from millpond.hf.model_support import supported, unwrapped
+from millpond.kernels.args import AttentionShape
+
+#: A transform, or its file.
+TransformSource = ModelTransform | str | os.PathLike[str] | None
+#: What a layer of the method `full` holds; other methods hold more.
+_PLAIN = {"keys", "values", "positions", "scores", "lens", "capacities", "recent", "head_rules", "shape"}
+#: Numbers of a layer that are stored as they are.
+SMALL = ("capacities", "recent", "head_rules", "shape")
+
+
+def transform_of(model: PreTrainedModel, source: TransformSource) -> ModelTransform:
+    """Return a transform for a model, checked.
+
+    Args:
+        model: The model.
+        source: A transform or its file.
+
+    Raises:
+        OptionError: there is none.
+        DataError: the file cannot be read, or is damaged.
+        CacheMismatchError: it was made for another model.
+    """
+    if source is None:
+        raise OptionError(
+            "the storage codec 'transform' needs a transform file of this model: make one with 'millpond calibrate "
+            "--codec transform --out NAME.safetensors' (about two minutes of one core for 135 million parameters), and "
+            "give it as calibration"
+        )
+    transform = source if isinstance(source, ModelTransform) else load_transform(source)
+    model = unwrapped(model)
+    profile = supported(model)
+    here = fitted_model(model, profile, transform.model.shapes)
+    if here.weights != transform.model.weights:
+        here = replace(here, shapes=_shapes(profile) or transform.model.shapes)
+    transform.model.check_equal(here)
+    if len(transform.layers) != profile.n_layers:
+        raise CacheMismatchError(f"the transform file has {len(transform.layers)} layers, the model {profile.n_layers}")
+    return transform
+
+
+def _shapes(profile: ModelProfile) -> tuple[tuple[int, int, int], ...] | None:
+    """Return the shapes of all layers by the configuration; None if it does not name them."""
+    dims, heads = entry_dims(profile), named(profile.config, "num_key_value_heads") or profile.n_heads
+    return None if dims is None or not heads else ((int(heads), *dims[0]),) * profile.n_layers
+
+
+class TextStorage:
+    """Codec of one text that a cache reads after this was made, for `save_document`.
+
+    Args:
+        cache: Empty cache of the method `full` in plain numbers.
+        codec: Name such as "transform:1.5".
+        calibration: The model's transform or its file.
+        adapt: Whether means, scales and bits are fitted to the text; else they are the calibration's.
+        by_unit: Whether a token is exact by the queries of its own 256 tokens and the threshold of the file, which
+            later tokens do not change; else the 1 % are exact that all sampled queries of the text attend to most.
+
+    Raises:
+        OptionError: no such codec, no file, or a cache whose method or number format has no codes.
+        CacheMismatchError: a transform of another model, or a cache that has read something.
+        DataError: the file cannot be read.
+    """
+
+    def __init__(
+        self,
+        cache: MillpondCache,
+        codec: str,
+        calibration: TransformSource,
+        *,
+        adapt: bool = True,
+        by_unit: bool = False,
+    ) -> None:
+        self.codec = parse_storage_codec(codec)
+        model = cache.model()
+        if model is None or cache.get_seq_length():
+            raise CacheMismatchError("a storage codec looks at the queries of the text: set it before one is read")
+        _check_plain(cache, self.codec.name)
+        self.transform = transform_of(model, calibration)
+        self.adapt, self.by_unit = adapt, by_unit
+        self._queries: dict[int, list[Tensor]] = {}
+        self._seen: dict[int, int] = {}
+        cache.watch(self._sample)
+
+    def _sample(self, number: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> None:
+        """Hold every 16th query of a layer."""
+        begin = self._seen.get(number, 0)
+        first = (QUERY_STEP - 1 - begin) % QUERY_STEP
+        self._queries.setdefault(number, []).append(q[0, :, first::QUERY_STEP].clone())
+        self._seen[number] = begin + q.shape[2]
+
+    def encoded(self, cache: MillpondCache, unit: int) -> dict[str, Tensor]:
+        """Return all layers as named tensors: pages, headers and exact tokens, on the CPU.
+
+        Args:
+            cache: The cache, after the text.
+            unit: Number of the text, in every page.
+
+        Raises:
+            OptionError: a layer holds more than the entries of its tokens.
+            CacheMismatchError: not all that it has read came after this was made.
+        """
+        model = cache.model()
+        assert model is not None, "the caller checked it"
+        rotations = rotations_before_rope(supported(unwrapped(model)))
+        layers, exact, projections, moments = [], [], [], []
+        for nth, (number, layer_cache) in enumerate(cache.entry_layers.items()):
+            layer = _LayerEntries.of(layer_cache, self.codec.name, model.device)
+            if layer.shapes != self.transform.model.shapes[nth]:
+                raise CacheMismatchError(f"layer {number} has shapes {layer.shapes}, which the transform file has not")
+            mask = self._exact(number, layer, float(self.transform.thresholds[nth]))
+            z = self._projected(nth, layer, rotations[nth])
+            layers.append(layer)
+            exact.append(mask)
+            projections.append(z)
+            moments += [_moments(side, ~mask[: layer.coded]) for side in z]
+        headers = self._headers(moments)
+        tensors: dict[str, Tensor] = {}
+        for nth, (layer, mask, z) in enumerate(zip(layers, exact, projections, strict=True)):
+            pages = encode(self.transform.layers[nth], headers[nth], z, PageAddress(unit, nth))
+            at = mask.nonzero()[:, 0].to(layer.keys.device)
+            kind = torch.float16 if layer.keys.dtype == torch.float16 else torch.bfloat16
+            part = {
+                "pages": pages,
+                "key_header": headers[nth].key.to_bytes(),
+                "value_header": headers[nth].value.to_bytes(),
+                "span": torch.tensor([layer.first, layer.n]),
+                "exact.at": at.int(),
+                "exact.keys": layer.keys[:, at].to(kind),
+                "exact.values": layer.values[:, at].to(kind),
+                **{name: layer.small[name] for name in SMALL},
+            }
+            tensors |= {f"{layer.index}.{name}": t.cpu().contiguous() for name, t in part.items()}
+        return tensors
+
+    def _exact(self, number: int, layer: _LayerEntries, threshold: float) -> Tensor:
+        """Return which of the held tokens are stored as they are, (n,) bool."""
+        if self._seen.get(number, 0) != layer.first + layer.n:
+            raise CacheMismatchError(f"layer {number}: the storage codec has not seen all queries of this text")
+        queries = torch.cat(self._queries[number], 1).to(layer.keys.device)
+        at = torch.arange(queries.shape[1], device=queries.device) * QUERY_STEP + QUERY_STEP - 1 - layer.first
+        unit = UNIT if self.by_unit else layer.n
+        attention = attention_per_query(queries[:, at >= 0], at[at >= 0], layer.keys, layer.shape, unit)
+        mask = torch.zeros_like(attention, dtype=torch.bool)
+        sinks = max(0, SINKS - layer.first)
+        mask[:sinks], mask[layer.coded :] = True, True
+        middle = attention[sinks : layer.coded]
+        mask[sinks : layer.coded] = above(middle, threshold) if self.by_unit else most_attended(middle)
+        return mask.cpu()
+
+    def _projected(self, nth: int, layer: _LayerEntries, rotary: RotaryEmbedding | None) -> tuple[Tensor, Tensor]:
+        """Return z of the coded tokens' keys and values."""
+        key, value = (side.to(layer.keys.device) for side in self.transform.layers[nth])
+        keys = layer.keys[:, : layer.coded].float()
+        if rotary is not None:
+            positions = torch.arange(layer.first, layer.first + layer.coded, device=keys.device)
+            keys = rotary.rotate(keys[None], positions[None], inverse=True)[0]
+        values = layer.values[:, : layer.coded].float()
+        return project(key, _joined(keys)).cpu(), project(value, _joined(values)).cpu()
+
+    def _headers(self, moments: list[tuple[Tensor, Tensor]]) -> list[LayerHeader]:
+        layers = self.transform.layers
+        if not self.adapt:
+            moments = [(torch.zeros_like(mean), torch.ones_like(scale)) for mean, scale in moments]
+        return adapted_headers(layers, moments, self.codec.bits)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerEntries:
+    """Entries of a layer that holds the same tokens in all heads, `first` to `first + n - 1`.
+
+    Attributes:
+        index: Number of the layer among the attention layers.
+        first: Position of the first.
+        n: Their number.
+        coded: Of these, how many of the first are in pages.
+        keys: (H, n, D).
+        values: (H, n, V).
+        shape: Settings of the attention.
+        small: Numbers that are stored as they are.
+    """
+
+    index: int
+    first: int
+    n: int
+    coded: int
+    keys: Tensor
+    values: Tensor
+    shape: AttentionShape
+    small: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, layer_cache: LayerCache, codec: str, device: torch.device) -> _LayerEntries:
+        """Read a layer; keys and values are on `device`.
+
+        Raises:
+            OptionError: it holds more than the entries of its tokens, or other tokens in each head.
+        """
+        stored = to_tensors(layer_cache)
+        positions, lens = stored["positions"], stored["lens"]
+        n = int(lens.max())
+        first = int(positions[0, 0]) if n else 0
+        same = set(stored) <= _PLAIN and bool((lens == n).all()) and not bool(stored["scores"].any())
+        if not same or not bool((positions[:, :n] == torch.arange(first, first + n)).all()):
+            raise OptionError(
+                f"storage codec {codec!r}: layer {layer_cache.index} holds other tokens in each head, or more than "
+                "keys and values; use the method 'full' with codec 'auto'"
+            )
+        pages = max(0, n - NEWEST) // TOKENS
+        keys, values = (stored[name][:, :n].to(device) for name in ("keys", "values"))
+        small = {name: stored[name] for name in SMALL}
+        return cls(layer_cache.index, first, n, pages * TOKENS, keys, values, layer_cache.attention.shape, small)
+
+    @property
+    def shapes(self) -> tuple[int, int, int]:
+        return (len(self.keys), self.keys.shape[2], self.values.shape[2])
+
+
+def _check_plain(cache: MillpondCache, codec: str) -> None:
+    """Check that a cache keeps every token in plain numbers.
+
+    Raises:
+        OptionError: it does not.
+    """
+    settings, policy = cache.settings or {}, cache.policy
+    if not policy.keeps_all or policy.takes_budget:
+        raise OptionError(
+            f"storage codec {codec!r} codes a token in all heads together, and method {settings.get('method')!r} keeps "
+            "other tokens in each: use the method 'full', without a budget"
+        )
+    if codecs_of(resolve(settings.get("codec", "auto"))):
+        raise OptionError(
+            f"storage codec {codec!r} is made from plain numbers, and codec {settings['codec']!r} has codes already: "
+            "leave the codec out"
+        )
+
+
+def _moments(z: Tensor, coded: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and deviation of z (n, r) over the coded tokens; 0 and 1 if there are none."""
+    chosen = z[coded].double()
+    if not len(chosen):
+        return z.new_zeros(z.shape[1]), z.new_ones(z.shape[1])
+    return chosen.mean(0).float(), chosen.std(0, correction=0).float()
+
+
+def _joined(x: Tensor) -> Tensor:
+    """Return entries (H, n, D) of all heads of a token side by side, (n, H D)."""
+    return x.transpose(0, 1).flatten(1)

@@ -1,0 +1,80 @@
+"""Which tokens are stored as they are: attention per query, by unit, in the largest KV head."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from millpond.codec.transform.exact_tokens import (
+    LEAST_QUERIES,
+    above,
+    attention_per_query,
+    attention_rows,
+    most_attended,
+)
+from millpond.kernels.args import AttentionShape
+
+SHAPE = AttentionShape(0.25)
+
+
+def heads(n: int = 96) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries of four heads and keys of two."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(4, n, 16, generator=generator), torch.randn(2, n, 16, generator=generator)
+
+
+def by_hand(q: torch.Tensor, k: torch.Tensor, unit: int, shape: AttentionShape = SHAPE) -> list[float]:
+    """With loops over tokens, queries and heads."""
+    n, rows = k.shape[1], {}
+    for i in range(15, n, 16):
+        first = max(0, i - shape.window + 1) if shape.window else 0
+        for head in range(4):
+            logits = k[head // 2, first : i + 1] @ q[head, i] * shape.scale
+            if shape.softcap:
+                logits = shape.softcap * torch.tanh(logits / shape.softcap)
+            if shape.sink_logits is not None:
+                logits = torch.cat([logits, shape.sink_logits[head, None]])
+            rows[i, head] = [0.0] * first + logits.softmax(0).tolist()
+    found = []
+    for t in range(n):
+        asked = [i for i in range(15, n, 16) if 0 < i - t < (shape.window or n) and i // unit == t // unit]
+        sums = [sum(rows[i, head][t] for i in asked for head in pair) / 2 for pair in ((0, 1), (2, 3))]
+        found.append(max(sums) / max(len(asked), LEAST_QUERIES))
+    return found
+
+
+@pytest.mark.parametrize("unit", [32, 96, 1000])
+@pytest.mark.parametrize(
+    "shape",
+    [SHAPE, AttentionShape(0.25, 2.0, 20), AttentionShape(0.25, sink_logits=torch.tensor([0.0, 1.0, 2.0, 3.0]))],
+)
+def test_attention_per_query(unit: int, shape: AttentionShape) -> None:
+    q, k = heads()
+    at = torch.arange(15, 96, 16)
+    found = attention_per_query(q[:, at], at, k, shape, unit)
+    torch.testing.assert_close(found, torch.tensor(by_hand(q, k, unit, shape)), rtol=1e-4, atol=1e-6)
+
+
+def test_a_unit_does_not_change_when_text_follows() -> None:
+    """So that a block that is complete stays as it was coded."""
+    q, k = heads(128)
+    at = torch.arange(15, 128, 16)
+    whole = attention_per_query(q[:, at], at, k, SHAPE, 32)
+    begun = attention_per_query(q[:, at[:4]], at[:4], k[:, :64], SHAPE, 32)
+    torch.testing.assert_close(begun, whole[:64])
+
+
+def test_queries_see_themselves_and_what_is_before_them() -> None:
+    q, k = heads(40)
+    rows = attention_rows(q[:, 20:21], torch.tensor([20]), k, SHAPE)
+    assert rows.shape == (4, 1, 40)
+    assert float(rows[..., 21:].sum()) == 0
+    torch.testing.assert_close(rows.sum(-1), torch.ones(4, 1))
+
+
+def test_exact_by_threshold_and_by_rank() -> None:
+    attention = torch.tensor([0.3, 0.5, 0.7, 0.5, 0.6, 0.1])
+    assert above(attention, 0.5).nonzero()[:, 0].tolist() == [2, 4]
+    assert most_attended(attention, 0.2).nonzero()[:, 0].tolist() == [2]
+    assert most_attended(attention, 0.05).sum() == 0
+    assert most_attended(torch.rand(1000)).sum() == 10

@@ -1,0 +1,129 @@
+"""Transform files: what is written is read, and what is damaged or of another model is refused."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from millpond.codec.transform.fit import fit_side
+from millpond.codec.transform.transform_file import Calibrated, FittedModel, ModelTransform, load_transform
+from millpond.errors import CacheMismatchError, DataError
+
+MODEL = FittedModel("Llama", ((2, 4, 4), (2, 4, 6)), '{"rope_theta": 10000.0}', "abc")
+
+
+@pytest.fixture(scope="module")
+def transform() -> ModelTransform:
+    generator = torch.Generator().manual_seed(0)
+
+    def side(d: int) -> object:
+        x = torch.randn(256, d, generator=generator)
+        return fit_side(torch.eye(d), x.mean(0), x.T.double().cov(), x, 0.1)
+
+    layers = tuple((side(8), side(heads * dim)) for heads, _, dim in MODEL.shapes)
+    return ModelTransform(MODEL, Calibrated(256, "d", 0.1, 0.3, 4.0), layers, torch.tensor([0.1, 0.2]))  # type: ignore[arg-type]
+
+
+def test_a_file_is_read_as_it_was_written(transform: ModelTransform, tmp_path: Path) -> None:
+    assert transform.save(tmp_path / "t") == (tmp_path / "t").stat().st_size
+    found = load_transform(tmp_path / "t")
+    assert (found.model, found.calibrated, found.digest()) == (MODEL, transform.calibrated, transform.digest())
+    for one, other in zip(transform.layers, found.layers, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in ("mean", "rows", "columns"))
+            assert torch.equal(torch.cat(a.levels), torch.cat(b.levels))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"name": "Qwen2"}, "another class.*Llama in the file, Qwen2 here"),
+        ({"shapes": ((4, 4, 4),) * 2}, "another shape of layers"),
+        ({"rope": '{"rope_theta": 5.0}'}, "another rotary embedding.*10000.*5"),
+        ({"weights": "other"}, "another set of weights"),
+    ],
+)
+def test_another_model_is_refused_with_what_differs(change: dict[str, object], words: str) -> None:
+    MODEL.check_equal(MODEL)
+    with pytest.raises(CacheMismatchError, match=words):
+        MODEL.check_equal(replace(MODEL, **change))  # type: ignore[arg-type]
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def without(tensors: Tensors) -> None:
+    del tensors["1.value.columns"]
+
+
+def narrower(tensors: Tensors) -> None:
+    tensors["0.key.mean"] = tensors["0.key.mean"][:4].clone()
+
+
+def other_type(tensors: Tensors) -> None:
+    tensors["0.key.rows"] = tensors["0.key.rows"].float()
+
+
+def more_rows(tensors: Tensors) -> None:
+    tensors["0.key.rows"] = tensors["0.key.rows"].repeat(3, 1)
+
+
+def not_finite(tensors: Tensors) -> None:
+    tensors["1.key.distortions"][0, 0] = torch.nan
+
+
+def one_bit(tensors: Tensors) -> None:
+    tensors["1.key.columns"].view(torch.uint8)[0, 0] ^= 1
+
+
+def unsorted(tensors: Tensors) -> None:
+    tensors["0.value.levels"] = tensors["0.value.levels"].flip(0)
+
+
+@pytest.mark.parametrize("spoil", [without, narrower, other_type, more_rows, not_finite, one_bit, unsorted])
+def test_damaged_files(transform: ModelTransform, tmp_path: Path, spoil: Callable[[Tensors], None]) -> None:
+    path = tmp_path / "t"
+    transform.save(path)
+    with safe_open(path, "pt") as file:
+        about = file.metadata()
+    tensors = load_file(path)
+    spoil(tensors)
+    save_file(tensors, path, about)
+    with pytest.raises(DataError, match="damaged"):
+        load_transform(path)
+
+
+@pytest.mark.parametrize(
+    "facts", ['{"name": 1}', "[]", "no JSON", '{"name": "L", "shapes": [[-2, 4, 4]], "rope": "", "weights": ""}']
+)
+def test_facts_that_no_calibration_writes(transform: ModelTransform, tmp_path: Path, facts: str) -> None:
+    path = tmp_path / "t"
+    transform.save(path)
+    with safe_open(path, "pt") as file:
+        about = file.metadata()
+    save_file(load_file(path), path, {**about, "model": facts})
+    with pytest.raises(DataError, match="damaged"):
+        load_transform(path)
+
+
+def test_files_of_other_kinds(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    with pytest.raises(DataError, match="cannot be read"):
+        load_transform(path)
+    save_file({"a": torch.zeros(2)}, path, {"format": "millpond calibration 1"})
+    with pytest.raises(DataError, match="its format is 'millpond calibration 1'"):
+        load_transform(path)
+    path.write_bytes(struct.pack("<Q", 1 << 40) + json.dumps({}).encode())
+    with pytest.raises(DataError, match="header is too long"):
+        load_transform(path)
+    path.write_bytes(b"ab")
+    with pytest.raises(DataError, match=r"header is too long|cannot be read"):
+        load_transform(path)
