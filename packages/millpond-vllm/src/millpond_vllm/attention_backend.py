@@ -73,6 +73,8 @@ class EvictingBuilder:
             _num_computed_tokens_cache=None,
         )
         metadata = super().build(common_prefix_len, given, fast_build)  # type: ignore[misc]
+        if parts > 1:  # the worker counts in blocks of the manager
+            given = given.replace(block_table_tensor=rows[:, ::parts] // parts)
         setattr(metadata, STEP, state.plan_step(given, common_attn_metadata.seq_lens))
         return metadata
 
