@@ -128,6 +128,7 @@ class Feed:
         table = torch.tensor([text.blocks + [0] * (width - len(text.blocks)) for text in reading], dtype=torch.int32)
         given = SimpleNamespace(
             query_start_loc=torch.tensor(starts, dtype=torch.int32),
+            query_start_loc_cpu=torch.tensor(starts, dtype=torch.int32),
             seq_lens=torch.tensor(lengths, dtype=torch.int32),
             block_table_tensor=table,
             slot_mapping=torch.tensor(slots),

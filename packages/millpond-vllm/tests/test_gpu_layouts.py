@@ -48,6 +48,7 @@ def test_entries_are_read_and_moved(order, dtype, parts):
             got = torch.cat([keys[head, column].float(), values[head, column].float()])
             assert torch.equal(torch.nan_to_num(got), torch.nan_to_num(want))
     columns = torch.stack([torch.arange(0, 16), torch.arange(8, 24)])[:, :, None].expand(-1, -1, DIM)
+    assert torch.equal(layout.read_keys(cache, source).view(torch.uint8), keys.contiguous().view(torch.uint8))
     raw = (lambda part: part.view(torch.uint8)) if dtype.itemsize == 1 else (lambda part: part)
     moved = [raw(part).gather(1, columns).view(dtype) for part in (keys, values)]
     layout.write(cache, torch.tensor([5, 2]), *moved)
@@ -55,6 +56,20 @@ def test_entries_are_read_and_moved(order, dtype, parts):
     assert all(torch.equal(raw(one), raw(two)) for one, two in zip(again, moved, strict=True))
     untouched = [block * parts + part for block in range(BLOCKS) if block not in (5, 2) for part in range(parts)]
     assert torch.equal(raw(cache)[untouched], raw(before)[untouched])
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("order", ["heads first", "tokens first"])
+def test_keys_are_found_where_they_lie(order, parts):
+    """Sums of attention read the keys of all blocks in place."""
+    cache = cache_of(order, torch.float32, parts)
+    layout = StridedLayout(DIM, parts)
+    lying, found = layout.keys(cache)
+    assert lying.data_ptr() == cache.data_ptr()
+    assert lying.shape[:2] == (BLOCKS, HEADS)
+    for block in range(BLOCKS):
+        want = layout.read_keys(cache, torch.tensor([block]))
+        assert torch.equal(lying[block][:, found.at.flatten()].view(HEADS, BLOCK, DIM), want)
 
 
 def test_rows_lose_their_null_blocks():

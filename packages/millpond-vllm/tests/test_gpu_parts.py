@@ -51,7 +51,7 @@ def layer(config):
     made.num_heads = 4
     names = ["long", "short"]
     nulls = NullBlocks(BLOCK, lambda step: names)
-    state = SimpleNamespace(block=BLOCK, nulls=nulls, plan_step=lambda given, lengths: None)
+    state = SimpleNamespace(block=BLOCK, nulls=nulls, plan_step=lambda given, lengths: (given, lengths))
     setattr(made, STATE, (state, 0))
     context = config.compilation_config.static_forward_context
     context["layer"] = made
@@ -122,6 +122,20 @@ def test_metadata_shows_no_null_block(graphs, layer, name):
     assert again.seq_lens.tolist() == [20, 38]
 
 
+def test_the_worker_counts_in_blocks_of_the_manager(config, layer):
+    """The kernel's blocks are half as long: it sees block 5 as 10 and 11, and the null block as 0 and 1."""
+    from millpond_vllm.attention_backend import STEP
+
+    told(layer)
+    builder = builders()["triton"](spec(BLOCK // 2), ["layer"], config, torch.device("cpu"))
+    made = builder.build(0, step([[10, 11, 12, 13, 0, 1, 0, 1, 14, 15], [16, 17, 18, 19, 0, 0, 0, 0, 0, 0]], LENGTHS))
+    assert made.block_table[0, :5].tolist() == [10, 11, 12, 13, 14]
+    assert made.seq_lens.tolist() == [38, 20]
+    seen, lengths = getattr(made, STEP)
+    assert seen.block_table_tensor[:, :3].tolist() == [[5, 6, 7], [8, 9, 0]]
+    assert lengths.tolist() == LENGTHS
+
+
 def test_layers_that_do_not_evict_are_built_as_they_are(graphs, layer):
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
@@ -149,15 +163,16 @@ def test_a_backend_that_plans_on_the_host_plans_no_null_block(config, layer):
             if lengths is None:
                 lengths = given.seq_lens.cpu()
             pages = (lengths + BLOCK - 1) // BLOCK
-            return [row[:count].tolist() for row, count in zip(given.block_table_tensor, pages, strict=True)]
+            rows = [row[:count].tolist() for row, count in zip(given.block_table_tensor, pages, strict=True)]
+            return SimpleNamespace(rows=rows)
 
     class Evicting(EvictingBuilder, PlansOnHost):
         pass
 
     told(layer)
     builder = Evicting(spec(), ["layer"], config, torch.device("cpu"))
-    assert builder.build(0, step(ROWS, LENGTHS)) == [[5, 6, 7], [8, 9]]
-    assert builder.build(0, step(ROWS, LENGTHS, host=False)) == [[5, 6, 7], [8, 9]]
+    assert builder.build(0, step(ROWS, LENGTHS)).rows == [[5, 6, 7], [8, 9]]
+    assert builder.build(0, step(ROWS, LENGTHS, host=False)).rows == [[5, 6, 7], [8, 9]]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ def layer_of(cache):
 def given(starts, lengths, table, slots):
     return SimpleNamespace(
         query_start_loc=torch.tensor(starts, dtype=torch.int32),
+        query_start_loc_cpu=torch.tensor(starts, dtype=torch.int32),
         seq_lens=torch.tensor(lengths, dtype=torch.int32),
         block_table_tensor=torch.tensor(table, dtype=torch.int32),
         slot_mapping=torch.tensor(slots),

@@ -73,6 +73,8 @@ class EvictingBuilder:
             _num_computed_tokens_cache=None,
         )
         metadata = super().build(common_prefix_len, given, fast_build)  # type: ignore[misc]
+        if parts > 1:  # the worker counts in blocks of the manager
+            given = given.replace(block_table_tensor=rows[:, ::parts] // parts)
         plan = state.plan_step(given, common_attn_metadata.seq_lens)
         if plan is not None:
             setattr(metadata, STEP, plan)
@@ -122,8 +124,9 @@ def plain_queries(layer: Any, query: Tensor) -> Tensor:
     """Return queries (T, Hq, D) in a dtype that scores read: some backends take them in 8 bits, with a factor."""
     if query.dtype.itemsize > 1:
         return query
-    plain: Tensor = (query.float() * layer._q_scale.to(torch.float32)).to(layer.dtype)
-    return plain
+    scale: Tensor = layer._q_scale
+    dtype: torch.dtype = layer.dtype
+    return (query.float() * scale.to(torch.float32)).to(dtype)
 
 
 class EvictingBackend:

@@ -41,6 +41,7 @@ class BlockNumbers:
         numbers = self._numbers[layer.index]
         if numbers is None:
             cache = layer.cache
-            numbers = torch.zeros(cache.shape[0], layer.n_kv_heads, self._block, device=cache.device)
+            blocks = cache.shape[0] * cache.shape[2] // self._block  # a kernel's blocks may be smaller
+            numbers = torch.zeros(blocks, layer.n_kv_heads, self._block, device=cache.device)
             self._numbers[layer.index] = numbers
         return numbers

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache as cache_of_calls
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import torch
@@ -165,24 +164,17 @@ class StridedLayout:
 
     def read_keys(self, cache: Tensor, blocks: Tensor) -> Tensor:
         """See `CacheLayout.read_keys`."""
-        return self.read(cache, blocks)[0]
+        part = _movable(cache)[..., : self.key_dim].index_select(0, self._of_kernel(blocks))
+        return part.transpose(0, 1).flatten(1, 2).view(cache.dtype)
 
     def keys(self, cache: Tensor) -> tuple[Tensor, KeyOrder]:
-        """See `CacheLayout.keys`.
-
-        Raises:
-            UnsupportedModelError: blocks of the kernel are smaller than the manager's.
-        """
-        if self.parts > 1:
-            raise UnsupportedModelError(
-                f"millpond: attention is summed by blocks, and this backend divides each into {self.parts}; give a "
-                "--block-size that its kernels take whole, or use snapkv"
-            )
-        _, n_heads, block, _ = cache.shape
-        step = cache.stride(2)
-        numbers = (block - 1) * step + self.key_dim  # from a head's first key to the end of its last one
-        keys = cache.as_strided((len(cache), n_heads, numbers), (cache.stride(0), cache.stride(1), 1))
-        return keys, _key_order(block, step, self.key_dim, cache.device)
+        """See `CacheLayout.keys`; what lies between the keys of a head, in memory, lies between them here."""
+        blocks, n_heads, tokens, _ = cache.shape
+        by_block, by_head, by_token, _ = cache.stride()
+        order = _strided_order(self.parts, tokens, self.key_dim, by_block, by_token, cache.device)
+        width = (self.parts - 1) * by_block + (tokens - 1) * by_token + self.key_dim
+        shape, strides = (blocks // self.parts, n_heads, width), (self.parts * by_block, by_head, 1)
+        return cache.as_strided(shape, strides, cache.storage_offset()), order
 
     def _of_kernel(self, blocks: Tensor) -> Tensor:
         """Return the kernel's blocks of the manager's."""
@@ -191,11 +183,15 @@ class StridedLayout:
         return (blocks[:, None] * self.parts + torch.arange(self.parts, device=blocks.device)).flatten()
 
 
-@cache_of_calls
-def _key_order(block: int, step: int, dim: int, device: torch.device) -> KeyOrder:
-    """Return the order of keys whose tokens are `step` numbers apart."""
-    at = torch.arange(block, device=device)[:, None] * step + torch.arange(dim, device=device)
-    return KeyOrder.of(at)
+@lru_cache(maxsize=8)
+def _strided_order(
+    parts: int, tokens: int, key_dim: int, by_block: int, by_token: int, device: torch.device
+) -> KeyOrder:
+    """Return the order of keys of `parts` blocks of `tokens`, each number of a key beside the one before."""
+    part, token, number = torch.arange(parts), torch.arange(tokens), torch.arange(key_dim)
+    at = part[:, None, None] * by_block + token[:, None] * by_token + number
+    order = KeyOrder.of(at.flatten(0, 1))
+    return KeyOrder(order.row_at.to(device), order.column_at.to(device), order.neighbours)
 
 
 def dtype_of_bytes(name: str) -> torch.dtype | None:

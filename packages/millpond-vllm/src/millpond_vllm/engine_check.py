@@ -150,11 +150,6 @@ def _layer_refusals(name: str, layer: Any, shared: set[Any], policy: Policy) -> 
             "TRITON_ATTN",
         ),
         (
-            policy.observes_all and backend == "FLASHINFER",
-            "is computed by FLASHINFER, which plans on the host and shows no rows to the sums of this method; give "
-            "--attention-backend FLASH_ATTN, or method snapkv",
-        ),
-        (
             policy.observes_all and dtype.startswith("fp8"),
             "stores entries in 8 bits, which the sums of this method do not read; give --kv-cache-dtype auto, or "
             "method snapkv",

@@ -51,7 +51,7 @@ class EntryScores(BlockNumbers):
             given: vLLM's common metadata of the step.
             lengths: (S,) tokens of each request's text, those that left among them.
         """
-        n = given.num_actual_tokens
+        n = int(given.query_start_loc_cpu[-1])  # without what fills up a recorded graph
         starts = given.query_start_loc.long()
         row = torch.repeat_interleave(starts.diff(), output_size=n)  # the request of each token
         before = lengths.long() - starts.diff()

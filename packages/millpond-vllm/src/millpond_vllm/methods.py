@@ -50,8 +50,12 @@ def changes(policy: Policy) -> list[Change]:
 
 
 def reads_while_decoding(policy: Policy) -> bool:
-    """Whether a policy needs the queries of tokens that are decoded."""
-    return policy.observes_all or (policy.every_step and policy.window > 0)
+    """Whether a policy needs the queries of tokens that are decoded.
+
+    Scores of networks are those of every token: its block may be found as a prefix by the next turn of a conversation.
+    """
+    reads = policy.window > 0 or policy.observes_all or policy.sums_queries
+    return policy.scores_entries or (policy.every_step and reads)
 
 
 def fitted(name: str, policy: Policy) -> Policy:

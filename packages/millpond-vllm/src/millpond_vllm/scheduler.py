@@ -49,6 +49,7 @@ class EvictingScheduler(Scheduler):
         compat.limit_hits(self.kv_cache_manager, self._most_hit)
         compat.publish_until_eviction(self.kv_cache_manager, self.manager.events.__contains__, self._most_hit)
         self._ends_at_states = compat.ends_at_states(self)
+        self._records_steps = compat.records_steps(vllm_config)
 
     # ------------------------------------------------------------------ requests
 
@@ -107,7 +108,7 @@ class EvictingScheduler(Scheduler):
             return NEVER
         if self._queries not in ("none", "window"):
             return 0
-        return max(0, first - max(1, self.rules.policy.window))
+        return max(0, first - max(2, self.rules.policy.window))  # see `_reserve_prefill_lookahead`: not one token
 
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """End a chunk at the next event; vLLM asks here for the last word on the length of every chunk.
@@ -125,8 +126,12 @@ class EvictingScheduler(Scheduler):
         done = self.manager.events.get(request.request_id, 0)
         until = times.next(max(done, num_computed_tokens) if num_computed_tokens else 0)
         rest = until - num_computed_tokens - tokens
-        if self._queries == "window" and rest == 1 and tokens > 1:
-            return tokens - 1  # a chunk of one token would run inside a recorded graph, where no query is seen
+        if self._queries != "none" and until < NEVER:
+            # a chunk of one token would run inside a recorded graph, where no query is seen
+            if rest == 1 and tokens > 1:
+                return tokens - 1
+            if rest > 0 and tokens == 1 and self._records_steps:
+                return 0  # the next step has room for more
         return min(tokens, until - num_computed_tokens)
 
     # ------------------------------------------------------------------ steps
