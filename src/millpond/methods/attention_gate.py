@@ -15,11 +15,12 @@ from millpond.kernels.decode_rules import UNBOUNDED
 from millpond.methods import method
 from millpond.option_files import FILE, read_file
 from millpond.option_ranges import POSITIONS, SHARE, SOME_POSITIONS
+from millpond.policy.codec_refusal import WAY_OUT
 from millpond.policy.eviction_plan import EvictionPlan, with_rest
 from millpond.policy.head_allocation import Ada
 from millpond.policy.layer_allocation import EvenLayers
 from millpond.policy.needs import Needs
-from millpond.policy.policy import CHUNK, WAY_OUT, Policy
+from millpond.policy.policy import CHUNK, Policy
 from millpond.policy.prompt_flags import PromptFlags
 from millpond.policy.protect import Protect
 from millpond.policy.scores.trained import FindGates, Gated
