@@ -20,8 +20,8 @@ LEAST_VARIANCE = 1e-10
 class SideTransform:
     """Transform of the keys before RoPE or the values of a layer, d numbers a token.
 
-    All KV heads of a token are one vector x. z = rows (x - mean) has mean 0 and deviation 1 in every dimension of the calibration; x^ = mean + columns' z. Rows
-    and columns are numbers of bfloat16, in falling order of variance under the metric.
+    All KV heads of a token are one vector x. z = rows (x - mean) has mean 0 and deviation 1 in every dimension of the
+    calibration; x^ = mean + columns' z. Rows and columns are numbers of bfloat16, by falling bits.
 
     Attributes:
         mean: (d,) float32.
