@@ -24,7 +24,7 @@ KVQUANT, TRANSFORM = "kvquant", "transform"
 
 @dataclass(frozen=True, kw_only=True)
 class KvquantChoice(OptionGroup):
-    """What is measured for the codecs kvquant2, kvquant3 and kvquant4."""
+    """Options of the codecs kvquant2, kvquant3 and kvquant4."""
 
     bits: Annotated[str, typer.Option(help="Bits of the codes; several are separated by commas (kvquant).")] = "2,3,4"
     outliers: Annotated[
@@ -48,7 +48,7 @@ class KvquantChoice(OptionGroup):
 
 @dataclass(frozen=True, kw_only=True)
 class TransformChoice(OptionGroup):
-    """What is measured for the storage codec `transform`."""
+    """Options of the storage codec `transform`."""
 
     default_text: Annotated[
         bool,
@@ -80,7 +80,7 @@ def calibrate(
     kvquant: KvquantChoice,
     transform: TransformChoice,
 ) -> None:
-    """Measure a model on texts, for the codecs kvquant2 to kvquant4 or for the storage codec transform.
+    """Measure a model on texts, for kvquant2 to kvquant4 or the storage codec transform.
 
     For kvquant a text has 16,000 tokens or more. For transform it takes minutes and no gradients; an interrupted run
     continues from OUT.resume when it is started again.

@@ -19,7 +19,7 @@ from millpond.hf.text_storage import SMALL
 
 
 def unit_of(ids: Tensor) -> int:
-    """Return the number of a text in its pages: the first four bytes of the SHA-256 of its ids (1, n)."""
+    """Return the number of a text (1, n) in its pages: 4 bytes of the SHA-256 of its ids."""
     digest = hashlib.sha256(ids.cpu().int().contiguous().numpy().tobytes()).digest()
     return int.from_bytes(digest[:4], "little")
 

@@ -48,9 +48,9 @@ def attention_rows(q: Tensor, at: Tensor, k: Tensor, shape: AttentionShape) -> T
 
 
 def attention_per_query(q: Tensor, at: Tensor, k: Tensor, shape: AttentionShape, unit: int = UNIT) -> Tensor:
-    """Return how much attention a token gets from a query that sees it from behind, in its largest KV head.
+    """Return how much attention a token gets from a query behind it that sees it.
 
-    It is the mean over the queries of a unit, and over the query heads of a KV head.
+    It is the mean over the queries of a unit and the query heads of a KV head, in the largest KV head.
 
     Args:
         q: (Hq, m, D) sampled queries after RoPE.
@@ -82,12 +82,12 @@ def attention_per_query(q: Tensor, at: Tensor, k: Tensor, shape: AttentionShape,
 
 
 def above(attention: Tensor, threshold: float) -> Tensor:
-    """Return which tokens are exact by the threshold of the layer, (n,) bool: no other token changes that."""
+    """Return which tokens are exact by the threshold of the layer, (n,) bool."""
     return attention > threshold
 
 
 def most_attended(attention: Tensor, share: float = SHARE) -> Tensor:
-    """Return which tokens are exact by rank, (n,) bool: a share of a whole text, rounded to the nearest number."""
+    """Return which tokens are exact by rank, (n,) bool: a share of a whole text."""
     mask = torch.zeros_like(attention, dtype=torch.bool)
     mask[attention.topk(round(share * len(attention))).indices] = True
     return mask

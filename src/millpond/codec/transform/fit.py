@@ -18,10 +18,10 @@ LEAST_VARIANCE = 1e-10
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SideTransform:
-    """Transform of the keys (before RoPE) or the values of all KV heads of a layer together, d numbers a token.
+    """Transform of the keys before RoPE or the values of a layer, d numbers a token.
 
-    z = rows (x - mean) has mean 0 and deviation 1 in every dimension of the calibration; x^ = mean + columns' z. Rows
-    and columns are numbers of bfloat16, in falling order of variance under the metric.
+    All KV heads of a token are one vector x. z = rows (x - mean) has mean 0 and deviation 1 in every dimension of the
+    calibration; x^ = mean + columns' z. Rows and columns are numbers of bfloat16, by falling bits.
 
     Attributes:
         mean: (d,) float32.

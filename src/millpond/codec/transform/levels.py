@@ -22,7 +22,7 @@ Levels = tuple[Tensor, ...]
 
 
 def fit_levels(samples: Sequence[Tensor]) -> Levels:
-    """Return the levels of least squared error for the numbers that have 1 to `MOST_BITS` bits.
+    """Return the levels of least squared error for numbers of 1 to `MOST_BITS` bits.
 
     Args:
         samples: For each number of bits (n,) numbers; of more than `MOST_SAMPLES`, evenly spread ones are used.

@@ -33,7 +33,7 @@ class SideHeader:
     bits: Tensor
 
     def to_bytes(self) -> Tensor:
-        """Return the header in 4.5 bytes a dimension: means, scales, and two bits' numbers to a byte (low first)."""
+        """Return means, scales, and the bits, two dimensions to a byte with the low half first."""
         halves = torch.stack([self.mean, self.scale]).cpu().half()
         odd = torch.nn.functional.pad(self.bits.cpu(), (0, len(self.bits) % 2)).view(-1, 2)
         return torch.cat([halves.view(torch.uint8).flatten(), odd[:, 0] | (odd[:, 1] << 4)])
@@ -78,7 +78,7 @@ Sides = tuple[SideTransform, SideTransform]
 
 
 def plain_headers(layers: Sequence[Sides], bits: float) -> list[LayerHeader]:
-    """Return headers that say nothing about a text: means 0, scales 1, and the bits of the calibration.
+    """Return headers without a text: means 0, scales 1, and the bits of the calibration.
 
     Raises:
         OptionError: bits out of range.
@@ -95,7 +95,7 @@ def plain_headers(layers: Sequence[Sides], bits: float) -> list[LayerHeader]:
 def adapted_headers(
     layers: Sequence[Sides], moments: Sequence[tuple[Tensor, Tensor]], bits: float
 ) -> list[LayerHeader]:
-    """Return headers fitted to a text: its means and scales, and bits by the distortions that they leave.
+    """Return headers fitted to a text: its means, its scales, and bits that follow from them.
 
     Args:
         layers: Transforms of the layers.

@@ -36,7 +36,7 @@ _N_LEVELS = (2 << MOST_BITS) - 2
 
 @dataclass(frozen=True, slots=True)
 class FittedModel:
-    """Facts about the model that a transform was fitted to; all must be equal where it is used.
+    """Facts about the model of a transform; all must be equal where it is used.
 
     Attributes:
         name: Class of the model.
@@ -68,7 +68,7 @@ class FittedModel:
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """What a transform was fitted on.
+    """Texts and settings that a transform was fitted with.
 
     Attributes:
         tokens: Tokens that were read.

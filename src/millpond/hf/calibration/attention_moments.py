@@ -1,4 +1,4 @@
-"""What attention feels of an error in a layer's keys and values: sums over the queries of forward passes."""
+"""Sums over the queries of forward passes: how much attention feels an error in a layer's keys and values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_SAMPLES = 6144
 
 @dataclass(slots=True, eq=False)
 class LayerMoments:
-    """Sums of one layer over windows of tokens, on the CPU in float64 where not said otherwise.
+    """Sums of one layer over windows of tokens, on the CPU, most of them in float64.
 
     Attributes:
         queries: () queries that were looked at.
@@ -162,7 +162,7 @@ def _into_frame(q: Tensor, positions: Tensor, rotary: RotaryEmbedding | None) ->
 
 
 def _add_tokens(moments: LayerMoments, layer: LayerPass, samples: int) -> None:
-    """Add the tokens of a window that would be coded: all but sinks and those that get most attention."""
+    """Add the tokens of a window that would be coded: not sinks, not the most attended."""
     n = layer.k.shape[1]
     positions = torch.arange(n, device=layer.k.device)
     keys = layer.k.float()

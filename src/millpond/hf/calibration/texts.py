@@ -51,7 +51,7 @@ _PER_TOKEN = 8
 
 
 def windows_of(ids: Tensor, windows: int, length: int) -> list[Tensor]:
-    """Return at most `windows` windows of `length` tokens, evenly over the ids (n,) of a text; a short text as it is.
+    """Return windows of `length` tokens, evenly over the ids (n,); a short text as it is.
 
     Example:
         >>> [window.tolist() for window in windows_of(torch.arange(10), 2, 3)]
@@ -92,7 +92,7 @@ def default_texts(
     length: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Tensor]:
-    """Return windows of the standard library's sources and docstrings, of Millpond's words, and of sampled texts.
+    """Return windows of the standard library, of Millpond's words, and of sampled texts.
 
     Args:
         model: Model that texts are sampled of, at temperature 1.
@@ -117,7 +117,7 @@ def sampled_texts(
     length: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Tensor]:
-    """Return `SAMPLED` texts (length,) that the model writes at temperature 1 behind its first token.
+    """Return `SAMPLED` texts (length,) that the model writes behind its first token.
 
     They are the same at each call on one machine.
     """
@@ -182,7 +182,7 @@ def _own_words() -> str:
 
 
 def _thinned(text: str, windows: int, length: int) -> str:
-    """Return parts of a long text, evenly over it, that have about the tokens of all windows: tokenizing takes time."""
+    """Return parts of a long text, evenly over it, with about the tokens of all windows."""
     size = length * _PER_TOKEN
     if len(text) <= 2 * windows * size:
         return text

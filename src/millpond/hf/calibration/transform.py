@@ -159,7 +159,7 @@ def _digest(windows: Sequence[Tensor]) -> str:
 
 
 def _kept(layers: list[Sides], most_bits: float) -> tuple[Sides, ...]:
-    """Return the transforms with the rows alone that have bits at `most_bits`, by falling bits."""
+    """Return the transforms with the rows that have bits at `most_bits`, by falling bits."""
     parts = [side for layer in layers for side in layer]
     given = allocate([side.distortions for side in parts], total_bits(layers, most_bits))
     sides = []

@@ -35,7 +35,7 @@ def check_output_projections(profile: ModelProfile) -> None:
 
 
 def layer_output_maps(profile: ModelProfile, layer: int) -> Tensor:
-    """Return the output projection of an attention layer as one matrix per query head, see `output_maps`.
+    """Return the output projection of an attention layer, see `output_maps`.
 
     Raises:
         UnsupportedModelError: see there.
