@@ -26,7 +26,9 @@ class Neighbours(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyOrder:
-    """Places of the keys inside one head's part of a block: number c of token t at row_at[t] + column_at[c].
+    """Places of the keys inside one head's part of a block.
+
+    Number c of token t lies at row_at[t] + column_at[c].
 
     Attributes:
         row_at: (block,) int32.

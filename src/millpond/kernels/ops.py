@@ -104,7 +104,7 @@ class OpSet(Protocol):
         ...
 
     def block_sums(self, args: BlockSumsArgs) -> None:
-        """Add the attention that one query of each sequence pays to the sums of the entries that it sees.
+        """Add the attention of one query of each sequence to the sums of its entries.
 
         Entry j of a sequence gathers reduce_h A[h, j] of its KV head's query heads; what it had before is multiplied by
         the decay first. The newest entry, the query's own, had nothing.
