@@ -24,7 +24,7 @@ def reported(monkeypatch, given=None, tokens=1000, refused=None, **text):
 
     monkeypatch.setattr(model_report, "check_engine", check)
     monkeypatch.setattr(model_report.compat, "vllm_version", lambda: "0.32.0")
-    monkeypatch.setattr(model_report.compat, "backend_name", lambda _: "CPU_ATTN")
+    monkeypatch.setattr(model_report, "backend_name", lambda _: "CPU_ATTN")
     monkeypatch.setattr(model_report.compat, "bytes_of_entry", lambda _: ENTRY)
     return report(config, given or {"method": "snapkv", "budget": "20%", "recent": 32}, tokens)
 

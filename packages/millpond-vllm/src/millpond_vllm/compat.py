@@ -254,14 +254,6 @@ def ends_at_states(scheduler: Any) -> bool:
     return aligned and bool(scheduler.kv_cache_manager.enable_caching)
 
 
-def metric_labels(vllm_config: Any) -> dict[str, str]:
-    """Return the labels that vLLM's own metrics of an engine have."""
-    return {
-        "model_name": str(vllm_config.model_config.served_model_name),
-        "engine": str(vllm_config.parallel_config.data_parallel_rank),
-    }
-
-
 def is_running(request: Any) -> bool:
     """Whether a request holds blocks and is computed."""
     from vllm.v1.request import RequestStatus
@@ -291,16 +283,6 @@ def orders_of(output: Any) -> StepOrders:
 
 
 # ---------------------------------------------------------------------- configuration
-
-
-def backend_name(vllm_config: Any) -> str:
-    """Return the attention backend that the platform takes for layers of full attention."""
-    from vllm.platforms import current_platform
-
-    chosen = vllm_config.attention_config.backend
-    if chosen is not None:
-        return str(chosen.name)
-    return "CPU_ATTN" if current_platform.is_cpu() else "chosen by vLLM when the model is loaded"
 
 
 def bytes_of_entry(vllm_config: Any) -> int:

@@ -145,6 +145,14 @@ class FigureReporter:
         )
 
 
+def metric_labels(vllm_config: Any) -> dict[str, str]:
+    """Return the labels that vLLM's own metrics of an engine have."""
+    return {
+        "model_name": str(vllm_config.model_config.served_model_name),
+        "engine": str(vllm_config.parallel_config.data_parallel_rank),
+    }
+
+
 @cache
 def _counters() -> dict[str, Any]:
     """Return the counters by name; one process has each once; none where Prometheus' client is not installed."""

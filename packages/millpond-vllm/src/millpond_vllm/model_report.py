@@ -101,7 +101,7 @@ def report(vllm_config: Any, given: Mapping[str, Any], tokens: int) -> ModelRepo
     block = vllm_config.cache_config.block_size
     found = ModelReport(
         compat.vllm_version(),
-        compat.backend_name(vllm_config),
+        backend_name(vllm_config),
         block,
         layers,
         _bytes(vllm_config, layers, BlockRules(settings, policy, block), tokens),
@@ -129,6 +129,16 @@ def _model_refusals(config: Any, layers: Counter[str]) -> list[str]:
     if getattr(config, "alibi", False):
         found.append("the model adds a bias by distance (ALiBi), and rows of evicted entries have moved; run it alone")
     return found
+
+
+def backend_name(vllm_config: Any) -> str:
+    """Return the attention backend that the platform takes for layers of full attention."""
+    from vllm.platforms import current_platform
+
+    chosen = vllm_config.attention_config.backend
+    if chosen is not None:
+        return str(chosen.name)
+    return "CPU_ATTN" if current_platform.is_cpu() else "chosen by vLLM when the model is loaded"
 
 
 def _bytes(vllm_config: Any, layers: Counter[str], rules: BlockRules, tokens: int) -> KVBytes:

@@ -16,7 +16,7 @@ from millpond_vllm.block_checks import check_blocks, wanted
 from millpond_vllm.block_manager import EvictingManager
 from millpond_vllm.engine_check import check_engine
 from millpond_vllm.event_times import NEVER, EventTimes
-from millpond_vllm.figures import EngineTotals, EvictionCounts, FigureReporter, request_figures
+from millpond_vllm.figures import EngineTotals, EvictionCounts, FigureReporter, metric_labels, request_figures
 from millpond_vllm.messages import Eviction, Observation, StepOrders, StepPart
 from millpond_vllm.settings import KEY, BlockRules, RequestSettings
 
@@ -44,7 +44,7 @@ class EvictingScheduler(Scheduler):
         self._ignored: dict[str, str] = {}
         self._checks_blocks = wanted()
         self.totals = EngineTotals(self.manager.total)
-        self._reporter = FigureReporter(self.totals, compat.metric_labels(vllm_config), logger.info)
+        self._reporter = FigureReporter(self.totals, metric_labels(vllm_config), logger.info)
         self._queries = self.rules.policy.score.queries if self.rules.policy.score is not None else "none"
         compat.limit_hits(self.kv_cache_manager, self._most_hit)
         compat.publish_until_eviction(self.kv_cache_manager, self.manager.events.__contains__, self._most_hit)
