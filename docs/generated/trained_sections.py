@@ -142,7 +142,8 @@ def gate_section() -> str:
         f"## With the gate of pond-recall\n\n{intro}\n\n"
         f"{table}\n{trained_note(rows)} {note['hardware']}, {note['software']}.\n\n"
         "From `benchmarks/quality/gate.sh` (flags "
-        "[inside the prompt](../../../benchmarks/results/gate-inside/summary.md) and [at its end](../../../benchmarks/results/gate/summary.md)).\n"
+        "[inside the prompt](../../../benchmarks/results/gate-inside/summary.md) and "
+        "[at its end](../../../benchmarks/results/gate/summary.md)).\n"
     )
 
 

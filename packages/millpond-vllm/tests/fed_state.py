@@ -89,7 +89,7 @@ def new_state(model: LlamaForCausalLM, policy: Policy, n_blocks: int) -> WorkerS
     layers = []
     for index, layer in enumerate(model.model.layers):
         cache = torch.zeros(n_blocks, KV_HEADS, BLOCK, 2 * DIM)
-        module = SimpleNamespace(kv_cache=cache, head_size=DIM)
+        module = SimpleNamespace(kv_cache=cache, head_size=DIM, kv_cache_dtype="auto")
         output = layer.self_attn.o_proj.weight.detach().T.contiguous()
         shape, rotation = AttentionShape(DIM**-0.5), HeadRotation(table, halves=True)
         layers.append(EvictingLayer(index, module, HEADS, KV_HEADS, index, shape, output, rotation))

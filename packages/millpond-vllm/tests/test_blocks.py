@@ -34,7 +34,7 @@ def scrambled(block, dim, seed):
 def test_the_order_inside_a_block_is_found(block, dim, dtype):
     heads = 2
     write = scrambled(block, dim, 1)
-    layout = HeadMajorLayout.probe(heads, block, dim, dtype, write)
+    layout = HeadMajorLayout.probe(heads, block, dim, (dtype, dtype, dtype), write)
     keys, values = torch.randn(2, block, heads, dim).to(dtype)
     cache = torch.zeros(3, heads, block, 2 * dim, dtype=dtype)
     write(keys, values, cache, torch.arange(2 * block, 3 * block))
@@ -51,7 +51,7 @@ def test_an_order_that_is_none_is_refused():
         cache[:] = 1
 
     with pytest.raises(UnsupportedModelError, match="order that is not known"):
-        HeadMajorLayout.probe(2, 32, 32, torch.float32, write)
+        HeadMajorLayout.probe(2, 32, 32, (torch.float32,) * 3, write)
 
 
 def competition(n=96, compete=64, heads=4, dim=16, **given):

@@ -20,7 +20,7 @@ def rules(block=32, pool=None, **given):
         ({"method": "kvzip"}, "kvzip"),
         ({"method": "attention_gate"}, "hidden states"),
         ({"method": "d2o"}, "merges entries"),
-        ({"method": "fastgen"}, "keys, values and attention"),
+        ({"method": "fastgen"}, "rules of their own"),
         ({"budget": "0%"}, "above 0"),
         ({"budget": "64MiB"}, "vLLM sizes the pool"),
         ({"recent": -1}, "recent=-1 must be a whole number"),

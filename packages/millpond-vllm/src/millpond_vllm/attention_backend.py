@@ -122,9 +122,8 @@ def plain_queries(layer: Any, query: Tensor) -> Tensor:
     """Return queries (T, Hq, D) in a dtype that scores read: some backends take them in 8 bits, with a factor."""
     if query.dtype.itemsize > 1:
         return query
-    scale: Tensor = layer._q_scale
-    dtype: torch.dtype = layer.dtype
-    return (query.float() * scale.to(torch.float32)).to(dtype)
+    plain: Tensor = (query.float() * layer._q_scale.to(torch.float32)).to(layer.dtype)
+    return plain
 
 
 class EvictingBackend:

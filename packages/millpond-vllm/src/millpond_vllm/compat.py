@@ -375,7 +375,7 @@ def rotation_of(model: Any, name: str, dim: int) -> HeadRotation | None:
     Raises:
         UnsupportedModelError: that cannot be found out, or it is no rotation that the position alone decides.
     """
-    parent = dict(model.named_modules()).get(name.rsplit(".", 1)[0])
+    parent: Any = dict(model.named_modules()).get(name.rsplit(".", 1)[0])
     kind = type(parent).__name__
     if any(getattr(parent, flag, True) is False for flag in _ROTATES):
         return None

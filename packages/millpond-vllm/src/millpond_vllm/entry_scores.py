@@ -67,7 +67,7 @@ class EntryScores(BlockNumbers):
             q, k, v = (x[part].transpose(0, 1)[None] for x in (queries, keys, values))
             if layer.rotation is not None:
                 both = layer.rotation.rotate(torch.cat([q, k], 1), step.positions[None, part], inverse=True)
-                q, k = both.to(q.dtype).split([q.shape[1], k.shape[1]], 1)
+                q, k = torch.split(both.to(q.dtype), [q.shape[1], k.shape[1]], 1)
             found = self._heads.scores(layer.number, q, k, v)[0].T  # (n, Hkv)
             slots = step.slots[part]
             scores[slots // self._block, :, slots % self._block] = found

@@ -114,6 +114,6 @@ class QuerySums:
                 begin += count
         moments = self._moments[layer.index]
         for name, own in rows.items():
-            for part in torch.cat(own, 1).split(BLOCK, 1):
+            for part in torch.split(torch.cat(own, 1), BLOCK, 1):
                 more = QueryMoments.of(part)
                 moments[name] = moments[name] + more if name in moments else more

@@ -130,7 +130,8 @@ class EvictingScheduler(Scheduler):
             # a chunk of one token would run inside a recorded graph, where no query is seen
             if rest == 1 and tokens > 1:
                 return tokens - 1
-            if rest > 0 and tokens == 1 and self._records_steps:
+            inside = tokens == 1 and rest > 0 and num_computed_tokens + 1 < request.num_tokens
+            if inside and self._records_steps:
                 return 0  # the next step has room for more
         return min(tokens, until - num_computed_tokens)
 

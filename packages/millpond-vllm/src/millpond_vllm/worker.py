@@ -29,7 +29,7 @@ class EvictingWorker:
         compat.install()
         self._settings = check_engine(vllm_config)
         self._state: WorkerState | None = None
-        super().__init__(vllm_config, *args, **kwargs)
+        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         """Load the model, with layers that evict."""
@@ -125,7 +125,7 @@ def _output_maps(model: torch.nn.Module, modules: dict[str, Any]) -> dict[str, t
     found = {}
     named = dict(model.named_modules())
     for name in modules:
-        projection = getattr(named.get(name.rsplit(".", 1)[0]), "o_proj", None)
+        projection: Any = getattr(named.get(name.rsplit(".", 1)[0]), "o_proj", None)
         method = getattr(projection, "quant_method", None)
         if method is None:
             raise UnsupportedModelError(

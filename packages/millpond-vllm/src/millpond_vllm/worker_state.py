@@ -184,8 +184,8 @@ class WorkerState:
             keys, queries = drawn(layer.n_kv_heads, n), drawn(layer.n_heads, max(self.policy.window, 1))
             if self.scores is not None:
                 first = torch.zeros(1, dtype=torch.long, device=keys.device)  # the null block
-                one = (part[:, :1].transpose(0, 1) for part in (queries, keys, keys))
-                self.scores.write(layer, *one, StepTokens(first, first))
+                query, key = queries[:, :1].transpose(0, 1), keys[:, :1].transpose(0, 1)
+                self.scores.write(layer, query, key, key, StepTokens(first, first))
             given = Competition(
                 keys,
                 keys.flip(1),
