@@ -49,7 +49,7 @@ class EvictingScheduler(Scheduler):
         compat.limit_hits(self.kv_cache_manager, self._most_hit)
         compat.publish_until_eviction(self.kv_cache_manager, self.manager.events.__contains__, self._most_hit)
         self._ends_at_states = compat.ends_at_states(self)
-        self._records_steps = compat.records_steps(vllm_config)
+        self._records_steps = bool(vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs())
 
     # ------------------------------------------------------------------ requests
 
