@@ -45,7 +45,7 @@ def test_requests_evict(engine):
     assert again == [list(one.outputs[0].token_ids) for one in outputs]
 
 
-def test_keeping_everything_is_vllm_alone(engine, tiny_model):
+def test_keeping_everything_is_vllm_alone(engine, tiny_model):  # last: an engine that ends ends those beside it
     texts = prompts(4, 100, 400)
     got = engine.tokens(texts, NEW, [{"millpond": {"budget": None}}] * 4)
     dtype = engine.llm.llm_engine.vllm_config.cache_config.cache_dtype

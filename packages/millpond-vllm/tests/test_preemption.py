@@ -151,3 +151,26 @@ def _check_positions(output):
     begins = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     for one in compat.orders_of(output).evictions:
         assert begins.get(one.request, one.computed) == one.computed
+
+
+@pytest.mark.parametrize("method", ["snapkv", "h2o"])
+def test_no_chunk_of_one_token_where_whole_steps_are_recorded(tiny_model, method):
+    """In a recorded graph no query is seen: a prompt for which one token is left in a step waits for the next."""
+    steps = Steps(tiny_model, {"method": method, "budget": "30%", "recent": 32}, [full_spec(BLOCK)], 400, batch=3)
+    steps.scheduler._records_steps = True
+    for name in ("first", "other"):
+        steps.add(name, prompts(1, 60, 60)[0], new=12)
+    while not all(steps.tokens.values()):
+        steps.step()
+    second = steps.add("second", prompts(1, 101, 101, seed=2)[0], new=40)
+    found = []
+    while steps.scheduler.has_requests():
+        begin = second.num_computed_tokens
+        output = steps.step()
+        if begin < 101 and "second" in output.num_scheduled_tokens:
+            found.append(output.num_scheduled_tokens["second"])
+        assert len(steps.outputs) < 500
+    assert sum(found) >= 101
+    assert 1 not in found[:-1]
+    assert len(steps.evictions("second")) >= 1
+    ended(steps, first=12, other=12, second=40)

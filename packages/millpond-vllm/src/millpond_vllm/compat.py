@@ -242,12 +242,6 @@ def _publish_where_resumed(
     publish(request, *args, replay_boundaries=(*replay_boundaries, end), **kwargs)
 
 
-def records_steps(vllm_config: Any) -> bool:
-    """Whether workers may run a step as one recorded graph."""
-    recorded: bool = vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
-    return recorded
-
-
 def ends_at_states(scheduler: Any) -> bool:
     """Whether chunks end where recurrent layers publish their state."""
     aligned: bool = scheduler.need_mamba_block_aligned_split

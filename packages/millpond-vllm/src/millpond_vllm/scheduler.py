@@ -49,7 +49,7 @@ class EvictingScheduler(Scheduler):
         compat.limit_hits(self.kv_cache_manager, self._most_hit)
         compat.publish_until_eviction(self.kv_cache_manager, self.manager.events.__contains__, self._most_hit)
         self._ends_at_states = compat.ends_at_states(self)
-        self._records_steps = compat.records_steps(vllm_config)
+        self._records_steps = bool(vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs())
 
     # ------------------------------------------------------------------ requests
 
@@ -130,7 +130,8 @@ class EvictingScheduler(Scheduler):
             # a chunk of one token would run inside a recorded graph, where no query is seen
             if rest == 1 and tokens > 1:
                 return tokens - 1
-            if rest > 0 and tokens == 1 and self._records_steps:
+            inside = tokens == 1 and rest > 0 and num_computed_tokens + 1 < request.num_tokens
+            if inside and self._records_steps:
                 return 0  # the next step has room for more
         return min(tokens, until - num_computed_tokens)
 
