@@ -141,7 +141,8 @@ class Feed:
             parts = [[part[rows] for part in text.seen[index]] for text, rows in zip(reading, rows, strict=True)]
             queries, keys, values = (torch.cat(part) for part in zip(*parts, strict=True))
             self._write(index, given.slot_mapping, keys, values)
-            self.state.observe(index, queries, keys, values, plan)
+            if plan is not None:
+                self.state.observe(index, queries, keys, values, plan)
 
     def _write(self, index: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         cache, layout = self.state.layers[index].cache, self.state.layout
