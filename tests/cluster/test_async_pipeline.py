@@ -63,7 +63,7 @@ def test_streams_come_and_go_with_the_tokens_of_one_process(pipeline: AsyncPipel
                     if len(output.completions[0].token_ids) >= 3:
                         break
 
-        late = asyncio.create_task(last(pipeline, request("late", prompt(20), max_tokens=10**6, deadline=1.0)))
+        late = asyncio.create_task(last(pipeline, request("late", prompt(20), max_tokens=10**6, deadline=0.2)))
         away = asyncio.create_task(left())
         outputs = await asyncio.gather(*(last(pipeline, request(str(n), ids)) for n, ids in enumerate(PROMPTS)))
         assert tokens(outputs) == expected

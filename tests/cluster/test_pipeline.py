@@ -40,7 +40,7 @@ def tokens(outputs: list[mp.RequestOutput]) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("method", "budget", "codec", "micro_batches"),
     [
-        ("full", None, "auto", 1),
+        pytest.param("full", None, "auto", 1, marks=pytest.mark.slow),
         ("h2o", "30%", "int4", 2),
         pytest.param("snapkv", "30%", "auto", 2, marks=pytest.mark.slow),
         pytest.param("streaming", 16, "auto", 1, marks=pytest.mark.slow),

@@ -37,6 +37,7 @@ def post(server: Serving, **body: Any) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_one_process(server: Serving) -> None:
     with mp.LLM("pond-recall", method="full", runner="modules", max_step_tokens=64) as llm:
         params = mp.SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -55,6 +56,7 @@ def test_answers_are_those_of_one_process(server: Serving) -> None:
     assert "".join(choices[0]["text"] for choices in parts if choices) == expected[0]
 
 
+@pytest.mark.slow
 def test_an_answer_that_nobody_reads_ends_in_both_processes(server: Serving) -> None:
     body = {"prompt": PROMPTS[0], "max_tokens": 100_000, "temperature": 0, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:

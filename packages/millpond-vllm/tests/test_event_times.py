@@ -28,7 +28,7 @@ def by_counting(times: EventTimes, length: int) -> list[int]:
 CASES = [
     EventTimes(prompt, block, packed, recent, stride, decoding)
     for prompt, block, packed, recent, stride, decoding in itertools.product(
-        (1, 31, 64, 97, 200, 333), (16, 32), (1, 3), (0, 8, 32, 45), (0, 1, 4), (False, True)
+        (31, 97, 333), (16, 32), (1, 3), (0, 8, 32, 45), (0, 1, 4), (False, True)
     )
 ]
 

@@ -41,6 +41,7 @@ def report(name: str, monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: ob
     return json.loads(out.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_rows_are_kept_apart_by_setting(
     texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
