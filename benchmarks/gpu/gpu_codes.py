@@ -57,7 +57,7 @@ PLAIN_SLOTS, PLAIN = 64, 40  # of the pages of newest entries; how many lie ther
 CPU = torch.device("cpu")
 PLAIN_PAGES = "bf16 pages"
 #: Slots per split, then slots per step, warps and stages of `attend_words`.
-TUNINGS = ((256, 64, 2, 3), (256, 64, 4, 3), (512, 64, 2, 3), (512, 64, 2, 2))
+TUNINGS = ((256, 64, 2, 3), (256, 64, 2, 2), (512, 64, 2, 3), (512, 64, 2, 2), (1024, 64, 2, 2))
 
 
 def int32(*shape: int, value: int = 0, device: torch.device = CPU) -> Tensor:

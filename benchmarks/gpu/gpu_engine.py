@@ -21,6 +21,7 @@ from gpu_shapes import llama_8b, random_model
 import millpond as mp
 from millpond.engine.engine import Engine
 from millpond.engine.memory_estimate import estimate
+from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
 
 #: What caches hold, by the name that rows and tables show.
@@ -156,7 +157,7 @@ def measured_step(bench: Bench, given: dict[str, Any], shape: Shape) -> Row:
     steps = 4 if bench.machine.tiny else STEPS
     with bench.engine(given, shape.batch) as engine:
         held = decode_alike(bench, engine, shape, WARM + steps + 1)
-        times = [timed(bench.machine, engine.step) for _ in range(WARM + steps)][WARM:]
+        times = [timed(bench.machine, partial(step, engine)) for _ in range(WARM + steps)][WARM:]
         row = step_row(bench, engine, shape.batch, times, held)
     return {"batch": shape.batch, "context": shape.context, **row}
 
@@ -171,7 +172,7 @@ def measured_steady(bench: Bench, given: dict[str, Any], context: int, limit: in
     n = min(most, 1 + (limit - max(need.prefill, need.each)) // need.each)
     with bench.engine(given, n) as engine:
         held = decode_alike(bench, engine, Shape(n, context), new)
-        times = [timed(bench.machine, engine.step) for _ in range(new - 1)][WARM:]
+        times = [timed(bench.machine, partial(step, engine)) for _ in range(new - 1)][WARM:]
         row = step_row(bench, engine, n, times, held)
     row["tokens_per_s"] = n * len(times) / sum(times)
     row["bound_tokens_per_s"] = n / row["bound_ms"] * 1e3
@@ -192,8 +193,8 @@ def profiled_step(bench: Bench, given: dict[str, Any], shape: Shape) -> Row:
     with bench.engine(given, shape.batch) as engine:
         decode_alike(bench, engine, shape, WARM + 2 * steps + 3)
         for _ in range(WARM):
-            engine.step()
-        return profiled(bench.machine, engine.step, steps)
+            step(engine)
+        return profiled(bench.machine, partial(step, engine), steps)
 
 
 # ---------------------------------------------------------------------- parts of cells
@@ -213,7 +214,7 @@ def decode_alike(bench: Bench, engine: Engine, shape: Shape, new: int) -> int:
         n = min(shape.batch - first, MOST_ANSWERS)
         params = mp.SamplingParams(max_tokens=new + more, temperature=0.0, ignore_eos=True, n=n)
         engine.add(Request(request_id=str(first), prompt=prompt, params=params))
-        while not any(out.request_id == str(first) and out.completions[0].token_ids for out in engine.step()):
+        while not any(out.request_id == str(first) and out.completions[0].token_ids for out in step(engine)):
             pass
     for first in firsts:
         found = engine.cache_of(str(first))
@@ -230,7 +231,17 @@ def read_prompt(bench: Bench, engine: Engine, tokens: int, name: str) -> None:
     """Read a prompt up to its first token."""
     params = mp.SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     engine.add(Request(request_id=name, prompt=bench.prompt(tokens), params=params))
-    engine.drain()
+    while engine.busy:
+        step(engine)
+
+
+def step(engine: Engine) -> list[RequestOutput]:
+    """Run one step; a request that fails ends the cell, whose rest would measure nothing."""
+    outputs = engine.step()
+    for output in outputs:
+        if any(completion.finish_reason == "error" for completion in output.completions):
+            raise RuntimeError(f"request {output.request_id} failed: {output.error}")
+    return outputs
 
 
 def timed(machine: Machine, run: Callable[[], object]) -> float:

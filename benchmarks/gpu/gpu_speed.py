@@ -169,7 +169,7 @@ def kernel_cells(machine: Machine) -> list[Cell]:
     decode = [(2, 80)] if machine.tiny else [(16, 8192), (64, 8192), (16, 32_768)]
     prefill = [150] if machine.tiny else [2048, 8192, 32_768]
     codecs = (PLAIN_PAGES, "int4") if machine.tiny else (PLAIN_PAGES, *CODECS)
-    tunings = itertools.product(("int4",) if machine.tiny else ("int4", "fp8"), TUNINGS)
+    tunings = itertools.product(("int4",) if machine.tiny else (PLAIN_PAGES, "int4", "fp8"), TUNINGS)
     slots = 16 if machine.tiny else 64
     section = "kernels"
 

@@ -17,7 +17,7 @@ import millpond as mp
 from millpond.codec import codec_named
 from millpond.codec.presets import PRESETS
 from millpond.hf.calibration.measure import calibrate
-from millpond.methods import list_methods
+from millpond.methods import METHODS, list_methods
 from millpond.models.cache_argument import cache_argument
 
 CPU = torch.device("cpu")
@@ -91,9 +91,10 @@ def engine_cells(machine: Machine) -> list[Cell]:
 
 
 def codecs_with_methods(codecs: Sequence[str]) -> list[tuple[str, str]]:
-    """Codecs with and without eviction; one with tiers has no use for a method that evicts nothing."""
+    """Codecs with and without eviction, but for pairs that the method itself refuses."""
+    policies = {method: METHODS.get(method)() for method in CODEC_METHODS}
     pairs = [(codec, method) for codec in codecs for method in CODEC_METHODS]
-    return [(codec, method) for codec, method in pairs if method != "full" or not PRESETS[codec].tiered]
+    return [(codec, method) for codec, method in pairs if policies[method].codec_refusal(PRESETS[codec]) is None]
 
 
 def place_cells(machine: Machine) -> list[Cell]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.ref_counted_pool import arena_bytes_on
 from millpond.errors import OptionError
 from millpond.hf.cache import MillpondCache
+from millpond.kernels import cuda_graphs
 from millpond.kernels.cuda_graphs import RecordedDecode, recording
 from millpond.kernels.pages import PageArrays
 from tests.helpers.hf.families import generate, left_padded, shared_model
@@ -76,3 +78,51 @@ def test_arenas_are_larger_on_a_device() -> None:
     assert arena_bytes_on(torch.device("cpu"), None) == 8 << 20
     assert arena_bytes_on(torch.device("meta"), None) == 64 << 20
     assert arena_bytes_on(torch.device("meta"), MemoryLimit(64 << 20)) == 1 << 20
+
+
+class Capture:
+    """A graph of a device that is not there; it ends with an error where one is given."""
+
+    failure: RuntimeError | None = None
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local"
+
+    def capture_end(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def pool(self) -> tuple[int, int]:
+        return 0, 7
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, tuple[int, int]]]:
+    """Pools in which the allocator was told to record no more."""
+    pools: list[tuple[int, tuple[int, int]]] = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Capture)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(
+        torch._C, "_cuda_endAllocateToPool", lambda device, pool: pools.append((device, pool)), raising=False
+    )
+    return pools
+
+
+def test_no_garbage_is_collected_while_a_step_is_recorded(ended: list[tuple[int, tuple[int, int]]]) -> None:
+    seen = []
+    cuda_graphs._captured(lambda: seen.append(gc.isenabled()), None)
+    assert seen == [False]
+    assert gc.isenabled()
+    assert not ended
+
+
+def test_a_capture_that_fails_is_over_and_names_its_own_error(
+    ended: list[tuple[int, tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Capture, "failure", RuntimeError("invalidated"))
+    with pytest.raises(RuntimeError, match="invalidated"):
+        cuda_graphs._captured(lambda: None, None)
+    with pytest.raises(ZeroDivisionError):  # and not what the device says about it
+        cuda_graphs._captured(lambda: 1 // 0, None)
+    assert ended == [(3, (0, 7))] * 2
+    assert gc.isenabled()

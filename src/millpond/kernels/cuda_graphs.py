@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -68,12 +70,38 @@ def _shared(device: int) -> tuple[Any, Any]:
 
 def _captured(work: Callable[[], object], pool: Any) -> Any:
     graph: Any = torch.cuda.CUDAGraph()
-    graph.capture_begin(pool, capture_error_mode="thread_local")
-    try:
-        work()
-    finally:
-        graph.capture_end()
+    with _no_collection():
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            work()
+        except BaseException:
+            with suppress(RuntimeError):  # of the device, about the same error
+                _end(graph)
+            raise
+        _end(graph)
     return graph
+
+
+def _end(graph: Any) -> None:
+    """End a capture; the allocator's part of it ends too where the capture failed, so that later ones can begin."""
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        with suppress(RuntimeError):  # it had ended
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), graph.pool())
+        raise
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from collecting garbage: graphs and memory of a device that go end a capture that is under way."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 #: Columns of page tables are a multiple of this, and a quarter more than there are.

@@ -35,7 +35,7 @@ class Tuning(NamedTuple):
 
     block: int = 64  #: most slots per step, a power of two of at least 32; a page and a group may hold fewer
     warps: int = 2  #: of heads of up to 128 channels; twice as many for wider ones
-    stages: int = 3
+    stages: int = 2
 
 
 TUNING = Tuning()
