@@ -30,6 +30,7 @@ from generated.settings_page import settings_page
 from generated.speed_tables import result_table, savings
 from generated.tasks_page import tasks_page
 from generated.text_tables import chat_facts, codec_texts
+from generated.vllm_table import eviction_table
 
 from millpond.install_command import shown_command
 from millpond.methods import METHODS
@@ -56,6 +57,7 @@ PICTURES = ROOT / "docs" / "images" / "quality"
 CHOOSE = ROOT / "docs" / "how-to" / "choose-a-method.md"
 CODECS_PAGE = ROOT / "docs" / "how-to" / "codecs.md"
 OFFLOAD = ROOT / "docs" / "how-to" / "offload.md"
+VLLM = ROOT / "docs" / "how-to" / "vllm.md"
 GPU_ROWS = RESULTS / "gpu-rows.jsonl"
 SPEED = ROOT / "docs" / "explanation" / "speed.md"
 ORDERINGS = ROOT / "docs" / "explanation" / "orderings.md"
@@ -86,6 +88,7 @@ def pages() -> dict[Path, str]:
     codecs = fill_figures(CODECS_PAGE.read_text(encoding="utf-8"), format_figures())
     texts[CODECS_PAGE] = fill_all(codecs, {"codec-texts": codec_texts(), "codec-papers": format_tables()})
     texts[OFFLOAD] = fill(OFFLOAD.read_text(encoding="utf-8"), "sparse-values", sparse_values_table())
+    texts[VLLM] = fill(VLLM.read_text(encoding="utf-8"), "eviction", eviction_table())
     texts[CHOOSE] = fill(CHOOSE.read_text(encoding="utf-8"), "chat-facts", chat_facts())
     orderings = claims_page.tables(read_findings(QUALITY / "orderings.json"))
     texts[ORDERINGS] = fill_all(ORDERINGS.read_text(encoding="utf-8"), orderings)

@@ -74,14 +74,21 @@ def refuse_judged(path: Path, judged: list[Path]) -> None:
         raise SystemExit(f"{path.name} is judged, so nothing may be calibrated on it: give another text")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of_texts(about: str | None, windows: int = 4) -> argparse.ArgumentParser:
+    """Arguments of programs that judge windows of texts: a model, the texts, how many windows, and of what lengths."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("codecs", nargs="+")
     parser.add_argument("--text", action="append", required=True, metavar="NAME=FILE")
-    parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("--windows", type=int, default=windows)
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--scored", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=1)
+    return parser
+
+
+def main() -> None:
+    parser = parser_of_texts(__doc__)
+    parser.add_argument("codecs", nargs="+")
     parser.add_argument("--method", default="full")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of the method")
     parser.add_argument("--budget")
@@ -89,7 +96,6 @@ def main() -> None:
     parser.add_argument("--calibrate", type=Path, help="a text that is not judged")
     parser.add_argument("--calibration-windows", type=int, default=16)
     parser.add_argument("--calibration-length", type=int, default=1024)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--name", help="of the model in the results; its own by default")
     parser.add_argument("--out", type=Path, help="JSON file that the numbers are added to")
     args = parser.parse_args()

@@ -9,7 +9,6 @@ the same entries as at a budget of one half.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from codec_texts import FULL, divergence, predictions, refuse_judged, tokens, windows
+from codec_texts import FULL, divergence, parser_of_texts, predictions, refuse_judged, tokens, windows
 from rich.progress import track
 
 import millpond as mp
@@ -37,14 +36,8 @@ def left(stats: CacheStats) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--text", action="append", required=True, metavar="NAME=FILE")
+    parser = parser_of_texts(__doc__)
     parser.add_argument("--calibrate", type=Path, required=True, help="a text that is not judged")
-    parser.add_argument("--windows", type=int, default=4)
-    parser.add_argument("--prompt", type=int, default=1024)
-    parser.add_argument("--scored", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -9,7 +9,6 @@ numbers are KL(all || share), in nats a token, and the bytes of keys and values 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from dataclasses import asdict
@@ -18,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from codec_texts import divergence, tokens, windows
+from codec_texts import divergence, parser_of_texts, tokens, windows
 from rich.progress import track
 from torch import Tensor
 
@@ -53,14 +52,8 @@ def bytes_of_all(model: Any, prompt: int, scored: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
+    parser = parser_of_texts(__doc__)
     parser.add_argument("shares", nargs="+", type=float)
-    parser.add_argument("--text", action="append", required=True, metavar="NAME=FILE")
-    parser.add_argument("--windows", type=int, default=4)
-    parser.add_argument("--prompt", type=int, default=1024)
-    parser.add_argument("--scored", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -13,7 +13,6 @@ whose bytes are those that it holds. Shares are of 16-bit numbers.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from codec_texts import divergence, parser_of_texts
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
@@ -69,15 +69,9 @@ def live(model: Any, codec: str, prompt: Tensor, rest: Tensor) -> tuple[Tensor, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
+    parser = parser_of_texts(__doc__, windows=12)
     parser.add_argument("codecs", nargs="+")
     parser.add_argument("--calibration", help="transform file")
-    parser.add_argument("--text", action="append", required=True, metavar="NAME=FILE")
-    parser.add_argument("--windows", type=int, default=12)
-    parser.add_argument("--prompt", type=int, default=1024)
-    parser.add_argument("--scored", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="name of the JSON and Markdown files, without their endings")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -106,7 +100,7 @@ def main() -> None:
                     else:
                         other, n_bytes = live(model, codec, prompt, rest)
                     shares[codec].append(n_bytes / n_full)
-                    found[codec].setdefault(name, []).append(float((full.exp() * (full - other)).sum(-1).mean()))
+                    found[codec].setdefault(name, []).append(divergence(full, other))
             print(json.dumps({codec: statistics.mean(texts[name]) for codec, texts in found.items()}), flush=True)
     names = [given.partition("=")[0] for given in args.text]
     rows = [

@@ -115,7 +115,7 @@ def measured(args: argparse.Namespace, name: str) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     """Return medians and ranges by setting, and ratios to vLLM alone."""
     lines = [
-        "| setting | runs | at once | decode tokens/s | end to end tokens/s | bound | CPU s |",
+        "| setting | runs | requests at once | tokens/s while decoding | tokens/s end to end | bound | CPU seconds |",
         "|---|" + "---:|" * 6,
     ]
     stock = [row for row in rows if row["setting"] == "stock"]
@@ -126,8 +126,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             return "-"
         base = [row[key] for row in stock if row[key] is not None]
         ratio = f" ({median(values) / median(base):.2f} x)" if base else ""
-        spread = f" [{min(values):.4g}, {max(values):.4g}]" if len(values) > 1 else ""
-        return f"{median(values):.4g}{spread}{ratio}"
+        spread = f" [{min(values):.3g}, {max(values):.3g}]" if len(values) > 1 else ""
+        return f"{median(values):.3g}{spread}{ratio}"
 
     for name in SETTINGS:
         own = [row for row in rows if row["setting"] == name]

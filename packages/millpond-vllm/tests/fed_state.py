@@ -1,6 +1,7 @@
 """A worker's state that is fed by hand with the queries, keys and values of a small Llama: no vLLM is needed."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -92,7 +93,9 @@ def new_state(model: LlamaForCausalLM, policy: Policy, n_blocks: int) -> WorkerS
         module = SimpleNamespace(kv_cache=cache, head_size=DIM, kv_cache_dtype="auto")
         output = layer.self_attn.o_proj.weight.detach().T.contiguous()
         shape, rotation = AttentionShape(DIM**-0.5), HeadRotation(table, halves=True)
-        layers.append(EvictingLayer(index, module, HEADS, KV_HEADS, index, shape, output, rotation))
+        layers.append(
+            EvictingLayer(index, module, HEADS, KV_HEADS, index, shape, partial(torch.clone, output), rotation)
+        )
     values_at = torch.randperm(BLOCK * DIM, generator=torch.Generator().manual_seed(2))
     return WorkerState(policy, layers, HeadMajorLayout(turned(BLOCK, DIM), values_at, BLOCK), BLOCK)
 

@@ -88,6 +88,12 @@ def test_kept_spans_stay(engine):
     assert plain != kept
 
 
+def test_the_output_projection_is_found_for_a_score_inside_another(engine):
+    engine.use(method="chunkkv", budget="30%", score="criticalkv")
+    outputs = engine.outputs(prompts(2, 200, 400, seed=12), 4)
+    assert all(one.kv_transfer_params["millpond"]["blocks_freed"] > 0 for one in outputs)
+
+
 def test_a_preempted_request_gives_what_an_undisturbed_one_gives(tiny_model, monkeypatch):
     engine = Engine(tiny_model, {"method": "snapkv", "budget": "20%"}, num_gpu_blocks_override=24, max_model_len=600)
     texts = prompts(6, 150, 300, seed=13)

@@ -39,7 +39,7 @@ class Filled:
                 kv_cache=cache, kv_cache_dtype=dtype, _k_scale=factor, _v_scale=factor, dtype=torch.float32
             )
             shape = AttentionShape(DIM**-0.5, sink_logits=None if sinks is None else sinks[index])
-            self.layers.append(EvictingLayer(index, module, HEADS * GROUP, HEADS, index, shape))
+            self.layers.append(EvictingLayer(index, module, HEADS * GROUP, HEADS, index, shape, lambda: torch.empty(0)))
         self.state = WorkerState(policy, self.layers, StridedLayout(DIM), BLOCK)
 
     def evict(self):

@@ -19,7 +19,7 @@ from millpond.cache.batch_cache import BatchCache
 from millpond.cache.layer.host_layer_cache import HostKV
 from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.engine.batch_plan import BatchPlan
-from millpond.engine.components import Components, build
+from millpond.engine.components import build
 from millpond.engine.config import EngineConfig
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.fault_isolation import FaultIsolation
@@ -28,6 +28,7 @@ from millpond.engine.integrity import check_engine
 from millpond.engine.options import EngineOptions
 from millpond.engine.outputs import CacheSnapshot, EngineStats, RequestOutput
 from millpond.engine.preemption import Preemptor, groups_of
+from millpond.engine.prompt_images import image_reader
 from millpond.engine.prompt_start import PromptStart
 from millpond.engine.request import Request
 from millpond.engine.request_ends import RequestEnds
@@ -42,7 +43,6 @@ from millpond.engine.step_executor import StepExecutor, names_of
 from millpond.engine.transfer.request_snapshot import RequestSnapshot
 from millpond.engine.transfer.request_transfer import RequestTransfer
 from millpond.errors import OptionError
-from millpond.images.reader import ImageReader
 from millpond.models.weights.streamed import StreamedLayers
 from millpond.runner.packed_model import LayerShape
 from millpond.setting import shows_options
@@ -98,7 +98,7 @@ class Engine:
             )
             self._model, self._scheduler, self._sampler = parts.model, parts.scheduler, parts.sampler
             self._requests, self.cache, self.cache_factory = parts.requests, parts.default_cache, parts.cache_factory
-            self.images = _image_reader(parts, image_processor)
+            self.images = image_reader(parts.model.images, image_processor, parts.tokenizer)
             self._preemptor, self._validator = Preemptor(parts), RequestValidator(parts)
             self._prompt_start, self._executor = PromptStart(parts), StepExecutor(parts)
             self._transfer = RequestTransfer(parts, self._validator)
@@ -491,19 +491,3 @@ class Engine:
         ended_states = self._faults.failed(groups, [state for state, _ in reading], error)
         retired_states = self._ends.retire_all([state for state in self._requests if state.failed])
         return list(dict.fromkeys([*(state for state in ended_states if state.completions), *retired_states]))
-
-
-def _image_reader(parts: Components, processor: Any) -> ImageReader | None:
-    """Return the reader of a model's images.
-
-    None: it takes none, or brings no processor or tokenizer.
-
-    Raises:
-        OptionError: a processor for a model of text.
-    """
-    encoder = parts.model.images
-    if encoder is None and processor is not None:
-        raise OptionError("image_processor= belongs to a model that takes images; leave it out for a model of text")
-    if encoder is None or processor is None or parts.tokenizer is None:
-        return None
-    return ImageReader(processor, parts.tokenizer.convert_ids_to_tokens(encoder.token_id), encoder.n_tokens)

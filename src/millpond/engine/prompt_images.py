@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import count
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from millpond.errors import ImageError
+from millpond.errors import ImageError, OptionError
 from millpond.images.picture import Picture
+from millpond.images.reader import ImageReader
 from millpond.runner.image_encoder import ImageEncoder
 
 #: Images that keep their number: of one that was forgotten nothing is shared with those that come later.
@@ -125,3 +127,23 @@ def images_of(
     for picture in pictures:
         encoder.check(picture)
     return PromptImages(pictures, [numbers.of(picture) for picture in pictures], columns, encoder) if pictures else None
+
+
+def image_reader(encoder: ImageEncoder | None, processor: Any, tokenizer: Any) -> ImageReader | None:
+    """Return the reader of a model's images.
+
+    None: the model takes none, or brings no processor or tokenizer.
+
+    Args:
+        encoder: Image side of the model; None for a model of text.
+        processor: transformers' image processor of the model.
+        tokenizer: Tokenizer of the model.
+
+    Raises:
+        OptionError: a processor for a model of text.
+    """
+    if encoder is None and processor is not None:
+        raise OptionError("image_processor= belongs to a model that takes images; leave it out for a model of text")
+    if encoder is None or processor is None or tokenizer is None:
+        return None
+    return ImageReader(processor, tokenizer.convert_ids_to_tokens(encoder.token_id), encoder.n_tokens)

@@ -189,9 +189,8 @@ def attention_gate(
     a_ij = m_ij exp(s_ij) / sum_j' m_ij' exp(s_ij'). What none of the next queries sees leaves behind every `chunk`
     tokens, so that no head holds more than it keeps, a window and a chunk; with --global, when the prompt has been
     read. The first 64 tokens of a later turn see all that is stored. acts="end" reads a prompt in full, which is
-    faster: one core reads 1,024 tokens of pond-recall in .09 s then and in .14 s with acts="prompt", where plans behind
-    each chunk take half of the difference (chunk=1024: .11 s), and calls for blocks of at most `window` rows the other
-    half (window=64: .12 s).
+    faster: with acts="prompt" plans behind each chunk take time, less of it with a larger `chunk`, and so do blocks of
+    at most `window` rows, less of it with a larger `window`.
 
     p = sigmoid(W2 SiLU(W1 [x; u] + b1) + b2) for each layer, one number per KV head, where x is the query, key and
     value of the token before RoPE and u an attention of a few narrow heads: causal, over those of the text so far, or

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -67,7 +67,6 @@ class EvictingWorker:
         group = groups[self._group]
         policy = self._settings.policy()
         modules = compat.attention_layers(self.vllm_config, list(group.layer_names))  # type: ignore[attr-defined]
-        projections = _output_maps(self.model_runner.model, modules) if _reads_outputs(policy) else {}  # type: ignore[attr-defined]
         model = self.model_runner.model  # type: ignore[attr-defined]
         rotated = policy.needs_rotation
         layers = [
@@ -78,7 +77,7 @@ class EvictingWorker:
                 module.num_kv_heads,
                 compat.layer_number(name),
                 _shape_of(module),
-                projections.get(name),
+                cache(partial(_projection, model, name, module)),
                 compat.rotation_of(model, name, module.head_size) if rotated else None,
             )
             for index, (name, module) in enumerate(modules.items())
@@ -109,31 +108,23 @@ def _shape_of(module: Any) -> AttentionShape:
     return AttentionShape(module.impl.scale, cap, sink_logits=None if sinks is None else sinks.detach().float())
 
 
-def _reads_outputs(policy: Any) -> bool:
-    return type(policy.score).__name__ == "CriticalValues"
-
-
 @torch.inference_mode()
-def _output_maps(model: torch.nn.Module, modules: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return (Hq * value_dim, hidden) float32: the projection behind each attention layer.
+def _projection(model: torch.nn.Module, name: str, module: Any) -> torch.Tensor:
+    """Return (Hq * value_dim, hidden) float32: the output projection behind an attention layer.
 
     vLLM repacks weights for its kernels, so the projection is asked for its result on each unit vector.
 
     Raises:
         UnsupportedModelError: there is none where it is looked for.
     """
-    found = {}
-    named = dict(model.named_modules())
-    for name in modules:
-        projection: Any = getattr(named.get(name.rsplit(".", 1)[0]), "o_proj", None)
-        method = getattr(projection, "quant_method", None)
-        if method is None:
-            raise UnsupportedModelError(
-                f"millpond: the method reads the output projection behind {name}, which is not called o_proj there; "
-                "use snapkv"
-            )
-        dtype = getattr(projection, "params_dtype", torch.float32)
-        device = modules[name].kv_cache.device
-        units = torch.eye(projection.input_size_per_partition, dtype=dtype, device=device)
-        found[name] = method.apply(projection, units, bias=None).float()
+    projection: Any = getattr(dict(model.named_modules()).get(name.rsplit(".", 1)[0]), "o_proj", None)
+    method = getattr(projection, "quant_method", None)
+    if method is None:
+        raise UnsupportedModelError(
+            f"millpond: the method reads the output projection behind {name}, which is not called o_proj there; "
+            "use snapkv"
+        )
+    dtype = getattr(projection, "params_dtype", torch.float32)
+    units = torch.eye(projection.input_size_per_partition, dtype=dtype, device=module.kv_cache.device)
+    found: torch.Tensor = method.apply(projection, units, bias=None).float()
     return found

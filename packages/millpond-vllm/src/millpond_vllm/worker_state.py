@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -36,7 +37,7 @@ class EvictingLayer:
         n_kv_heads: KV heads of this worker.
         number: Its number in the whole model.
         shape: Scale and soft cap.
-        output: (Hq * value_dim, hidden) float32: the projection behind it; None if the method does not read it.
+        projection: Returns the projection behind it, (Hq * value_dim, hidden) float32.
         rotation: How it rotates its queries; None if it does not, or if the method does not ask.
     """
 
@@ -46,7 +47,7 @@ class EvictingLayer:
     n_kv_heads: int
     number: int
     shape: AttentionShape
-    output: Tensor | None = None
+    projection: Callable[[], Tensor]
     rotation: HeadRotation | None = None
 
     @property
@@ -70,8 +71,8 @@ class EvictingLayer:
 
     def output_maps(self) -> Tensor:
         """Return (Hq, value_dim, hidden) float32: the map of each query head's output to the layer's."""
-        assert self.output is not None, "the worker finds the projections for a method that reads them"
-        return self.output.view(self.n_heads, -1, self.output.shape[1])
+        projection = self.projection()
+        return projection.view(self.n_heads, -1, projection.shape[1])
 
 
 @dataclass(frozen=True, slots=True)
