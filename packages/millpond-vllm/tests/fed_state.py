@@ -161,7 +161,7 @@ class Feed:
         left = times.left(computed)
         target = list(range(self.fresh, self.fresh + times.packed))
         tail = text.blocks[left : -(-computed // BLOCK)]
-        event = Eviction(request, text.blocks[:left], target, tail, computed, left, 0, [])
+        event = Eviction(request, text.blocks[:left], target, tail, computed, 0, [])
         self.state.begin(StepOrders([event]))
         tail_positions = list(range(left * BLOCK, computed))
         return [[head + tail_positions for head in layer] for layer in self.state._positions[request].tolist()]

@@ -95,7 +95,7 @@ def test_rows_of_a_graph_that_is_recorded_keep_a_token():
 
 
 def eviction(request: str, row: list[int]) -> Eviction:
-    return Eviction(request, [], [], [], 0, 0, 0, row)
+    return Eviction(request, [], [], [], 0, 0, row)
 
 
 def test_lengths_on_the_host_follow_the_orders():

@@ -96,7 +96,7 @@ def told(layer):
     from millpond_vllm.attention_backend import STATE
     from millpond_vllm.messages import Eviction
 
-    getattr(layer, STATE)[0].nulls.take([Eviction("long", [], [], [], 64, 4, 0, [5, 6, 0, 0, 7])])
+    getattr(layer, STATE)[0].nulls.take([Eviction("long", [], [], [], 64, 0, [5, 6, 0, 0, 7])])
 
 
 def builders():

@@ -131,9 +131,7 @@ def test_one_step_ahead_evicts_at_the_same_positions(tiny_model, settings):
             steps.add(f"r{index}", ids, new=50)
         steps.run(500)
         orders = {f"r{index}": steps.evictions(f"r{index}") for index in range(4)}
-        found[ahead] = {
-            name: [(one.computed, one.left, one.left_before) for one in each] for name, each in orders.items()
-        }
+        found[ahead] = {name: [(one.computed, one.left_before) for one in each] for name, each in orders.items()}
         for output in steps.outputs:
             _check_positions(output)
         ended(steps, **{f"r{index}": 50 for index in range(4)})

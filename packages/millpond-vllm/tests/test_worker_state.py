@@ -51,7 +51,7 @@ class Filled:
         for layer in self.layers:
             self.state.queries.remember(layer.index, self.queries[layer.index], rows)
         source, tail = [1, 2, 3, 4], [5, 6, 7, 8]
-        self.state.begin(StepOrders([Eviction("r", source, [10, 11], tail, TOKENS, 4, 0, [10, 11, 0, 0, *tail])]))
+        self.state.begin(StepOrders([Eviction("r", source, [10, 11], tail, TOKENS, 0, [10, 11, 0, 0, *tail])]))
         return self.state._positions["r"]
 
 

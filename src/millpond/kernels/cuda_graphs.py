@@ -83,7 +83,10 @@ def _captured(work: Callable[[], object], pool: Any) -> Any:
 
 
 def _end(graph: Any) -> None:
-    """End a capture; the allocator's part of it ends too where the capture failed, so that later ones can begin."""
+    """End a capture.
+
+    The allocator's part of it ends too where the capture failed, so that later ones can begin.
+    """
     try:
         graph.capture_end()
     except RuntimeError:
@@ -94,7 +97,10 @@ def _end(graph: Any) -> None:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep Python from collecting garbage: graphs and memory of a device that go end a capture that is under way."""
+    """Keep Python from collecting garbage.
+
+    Graphs and memory of a device that go end a capture that is under way.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:

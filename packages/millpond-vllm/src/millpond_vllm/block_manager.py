@@ -117,7 +117,7 @@ class EvictingManager(FullAttentionManager):
             one.events += 1
             one.freed += len(source) - len(target)
         left_before = 0 if before is None else times.left(before)
-        return Eviction(request_id, _ids(source), _ids(target), _ids(tail), computed, left, left_before, _ids(blocks))
+        return Eviction(request_id, _ids(source), _ids(target), _ids(tail), computed, left_before, _ids(blocks))
 
 
 def _ids(blocks: Sequence[Any]) -> list[int]:

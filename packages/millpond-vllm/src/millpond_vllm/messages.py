@@ -15,9 +15,8 @@ class Eviction:
         target: Blocks that the kept entries fill; they may be the first ones of `source`.
         tail: Newer blocks, which stay as they are.
         computed: Tokens of the request that are computed.
-        left: Blocks of the text that have left the newest tokens; the tail begins behind them.
-        left_before: Blocks of the text that had left them at the event before, which packed the first of `source`; 0 if
-            there was none.
+        left_before: Blocks of the text that had left the newest tokens at the event before, which packed the first of
+            `source`; 0 if there was none.
         row: The request's blocks after the event, null blocks among them.
         sinks: First positions that stay; None for those of the method.
         keep: Spans (begin, end) of positions that stay in every head.
@@ -28,7 +27,6 @@ class Eviction:
     target: list[int]
     tail: list[int]
     computed: int
-    left: int
     left_before: int
     row: list[int]
     sinks: int | None = None
