@@ -24,11 +24,12 @@ from torch import Tensor
 
 from millpond.codec.transform.crc32c import crc32c
 from millpond.errors import DataError
+from millpond.kernels import transform_args
 
 #: Tokens of a page.
-TOKENS = 32
+TOKENS = transform_args.TOKENS
 #: Bytes before the planes.
-HEADER = 16
+HEADER = transform_args.HEADER_BYTES
 #: Pages that are packed or unpacked at a time.
 _TOGETHER = 128
 
@@ -123,7 +124,7 @@ def check_pages(pages: Tensor, size: int, address: PageAddress) -> None:
 
 
 def _checksums(pages: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint32]:
-    return crc32c(np.concatenate([pages[:, : HEADER - 4], pages[:, HEADER:]], 1))
+    return crc32c(pages[:, HEADER:], crc32c(pages[:, : HEADER - 4]))
 
 
 def _planes(bits: Tensor) -> tuple[Tensor, Tensor]:

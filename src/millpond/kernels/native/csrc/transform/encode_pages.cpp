@@ -1,0 +1,103 @@
+// Numbers of the transform to pages of codes, planes of bits with a header and a checksum: see codec/transform/page.py.
+// Compile without contraction of a * b + c, so that codes are those of the torch reference for equal numbers.
+#include <algorithm>
+#include <cstring>
+
+#include "common/crc32c.hpp"
+#include "common/simd.hpp"
+#include "common/threads.hpp"
+#include "common/workspace.hpp"
+#include "transform/transform_args.hpp"
+
+namespace mp {
+namespace {
+
+// Bit i: whether lane i is negative.
+MP_INLINE uint32_t negative(vi x) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask((__m512i)x);
+#elif defined(__AVX2__)
+  return uint32_t(_mm256_movemask_ps((__m256)x));
+#elif defined(__SSE2__)
+  return uint32_t(_mm_movemask_ps((__m128)x));
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < W; ++i) bits |= uint32_t(x[i] < 0) << i;
+  return bits;
+#endif
+}
+
+void put(uint8_t* to, uint32_t x) { std::memcpy(to, &x, 4); }
+
+// The planes of a dimension's 32 tokens. A code is how many cuts lie below (z - shift) / scale, two roundings.
+void put_planes(const float* z, float shift, float scale, const float* cuts, int bits, uint8_t* planes) {
+  const int n_cuts = (1 << bits) - 1;
+  uint32_t words[MOST_BITS] = {};
+  for (int t = 0; t < TOKENS; t += W) {
+    const vf u = (load(z + t) - splat(shift)) / splat(scale);
+    vi code = splat(int32_t(n_cuts));
+    for (int i = 0; i < n_cuts; ++i) code += (vi)(splat(cuts[i]) >= u);  // a mask is -1
+    for (int j = 0; j < bits; ++j) words[j] |= negative(code << (31 - j)) << t;
+  }
+  for (int j = 0; j < bits; ++j) put(planes + 4 * j, words[j]);
+}
+
+int64_t n_cuts_of(const CodedSide& side) {
+  int64_t n = 0;
+  for (int64_t i = 0; i < side.rows; ++i) n += (1 << side.bits[i]) - 1;
+  return n;
+}
+
+// The cuts of all dimensions, halfway between neighbouring levels.
+void fill_cuts(const CodedSide& side, float* cuts) {
+  for (int64_t i = 0; i < side.rows; ++i) {
+    const float* levels = levels_of(side, i);
+    for (int k = 1; k < 1 << side.bits[i]; ++k) *cuts++ = (levels[k] + levels[k - 1]) * 0.5f;
+  }
+}
+
+uint8_t* put_side(const NumbersOfSide& side, int64_t page, const float* cuts, uint8_t* planes) {
+  const CodedSide& c = side.coded;
+  const float* from = side.z + page * TOKENS * side.z_row;
+  for (int64_t i = 0; i < c.rows; ++i) {
+    const int bits = c.bits[i];
+    if (bits == 0) continue;
+    const float* z = from + i * side.z_column;
+    float row[TOKENS];
+    if (side.z_row != 1) {
+      for (int t = 0; t < TOKENS; ++t) row[t] = z[t * side.z_row];
+      z = row;
+    }
+    put_planes(z, c.shift[i], c.scale[i], cuts, bits, planes);
+    planes += 4 * bits, cuts += (1 << bits) - 1;
+  }
+  return planes;
+}
+
+int encode_pages(const EncodePagesArgs& a) {
+  const int64_t n_key_cuts = n_cuts_of(a.sides[0].coded), n_cuts = n_key_cuts + n_cuts_of(a.sides[1].coded);
+  static thread_local Workspace workspace;
+  float* cuts = reinterpret_cast<float*>(workspace.get(std::max<int64_t>(64, n_cuts * 4)));
+  if (cuts == nullptr) return 1;
+  fill_cuts(a.sides[0].coded, cuts);
+  fill_cuts(a.sides[1].coded, cuts + n_key_cuts);
+  auto encode = [&](int64_t i) {
+    uint8_t* page = a.pages + i * a.page_bytes;
+    uint8_t* planes = put_side(a.sides[0], i, cuts, page + PAGE_HEADER);
+    put_side(a.sides[1], i, cuts + n_key_cuts, planes);
+    put(page, uint32_t(a.unit));
+    put(page + 4, uint32_t(a.layer) | uint32_t(TOKENS) << 16);
+    put(page + 8, uint32_t(a.first + i));
+    const uint32_t before = crc32c(page, PAGE_HEADER - 4, 0);
+    put(page + 12, crc32c(page + PAGE_HEADER, a.page_bytes - PAGE_HEADER, before));
+  };
+  parallel_for(a.n_pages, threads_for(a.n_pages * TOKENS * n_cuts, a.n_threads), encode);
+  return 0;
+}
+
+}  // namespace
+}  // namespace mp
+
+extern "C" __attribute__((visibility("default"))) int mp_encode_pages(const mp::EncodePagesArgs* args) {
+  return mp::encode_pages(*args);
+}

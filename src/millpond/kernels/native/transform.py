@@ -1,0 +1,116 @@
+"""Calls of the native kernels of the codec `transform`, and of its checksum."""
+
+from __future__ import annotations
+
+from struct import Struct
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from millpond.errors import OptionError
+from millpond.kernels.native.structs import DTYPES, address_of, entry_point, readable_rows, run
+from millpond.kernels.thread_count import thread_count
+from millpond.kernels.transform_args import SET_LEVELS, TOKENS, BackTransforms, CodedDimensions
+
+#: the order of fields is that of csrc/transform/transform_args.hpp
+_CODED = Struct("=6q").pack
+_BACK = Struct("=5q").pack
+_DECODE = Struct("=5q").pack
+_NUMBERS = Struct("=3q").pack
+_ENCODE = Struct("=7q").pack
+_PROJECT = Struct("=11q").pack
+#: the order of fields is that of csrc/common/args.hpp
+_CHECKSUM = Struct("=6q").pack
+
+_FLOATS = torch.float32
+
+
+def _coded_struct(coded: CodedDimensions) -> bytes:
+    """Return the C struct; it keeps no tensor."""
+    shift, scale, bits, levels, sets = coded
+    rows = len(bits)
+    _need(shift, _FLOATS, rows)
+    _need(scale, _FLOATS, rows)
+    _need(bits, torch.uint8, rows)
+    _need(levels, _FLOATS, len(levels), SET_LEVELS)
+    if sets is not None:
+        _need(sets, torch.int32, rows)
+    addresses = (shift.data_ptr(), scale.data_ptr(), bits.data_ptr(), levels.data_ptr(), address_of(sets))
+    return _CODED(*addresses, rows)
+
+
+def _need(tensor: Tensor, dtype: torch.dtype, *shape: int) -> None:
+    right = tensor.shape == shape and tensor.dtype is dtype and tensor.device.type == "cpu"
+    if not (right and tensor.is_contiguous()):
+        raise OptionError(
+            f"kernels of the codec transform take {shape} {dtype}, contiguous and on the CPU, not "
+            f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        )
+
+
+def decode_pages(sides: BackTransforms, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of checked pages (P, bytes), (32 P, d) each."""
+    outs, structs = [], []
+    for coded, mean, matrix in sides:
+        d = len(mean)
+        _need(mean, _FLOATS, d)
+        _need(matrix, _FLOATS, len(coded.bits), d)
+        outs.append(torch.empty((len(pages) * TOKENS, d), dtype=dtype))
+        structs.append(_coded_struct(coded) + _BACK(mean.data_ptr(), matrix.data_ptr(), outs[-1].data_ptr(), d, d))
+    pages = pages.cpu().contiguous()
+    call = _DECODE(pages.data_ptr(), *pages.shape, DTYPES[dtype], thread_count())
+    run("mp_decode_pages", "decoding", b"".join(structs) + call)
+    return outs[0], outs[1]
+
+
+def encode_pages(
+    sides: tuple[CodedDimensions, CodedDimensions],
+    numbers: tuple[Tensor, Tensor],
+    page_bytes: int,
+    address: tuple[int, int, int],
+) -> Tensor:
+    """Return pages (P, page_bytes) of numbers (32 P, rows) float32.
+
+    Args:
+        sides: Of keys and values.
+        numbers: Theirs.
+        page_bytes: Of a page with these bits.
+        address: Unit, layer, and number of the first page.
+    """
+    n_pages = len(numbers[0]) // TOKENS
+    structs = []
+    for side, z in zip(sides, numbers, strict=True):
+        if z.dtype is not _FLOATS or z.shape != (n_pages * TOKENS, len(side.bits)):
+            raise OptionError(f"{tuple(z.shape)} {z.dtype}: pages are made of 32 tokens with {len(side.bits)} float32")
+        structs.append(_coded_struct(side) + _NUMBERS(z.data_ptr(), *z.stride()))
+    pages = torch.empty((n_pages, page_bytes), dtype=torch.uint8)
+    call = _ENCODE(pages.data_ptr(), n_pages, page_bytes, *address, thread_count())
+    run("mp_encode_pages", "encoding", b"".join(structs) + call)
+    return pages
+
+
+def project(x: Tensor, mean: Tensor, matrix: Tensor) -> Tensor:
+    """Return matrix (x - mean), (n, rows) float32 that lies by dimension, for x (n, d)."""
+    x, (rows, d) = readable_rows(x), matrix.shape
+    _need(mean, _FLOATS, d)
+    _need(matrix, _FLOATS, rows, d)
+    if x.ndim != 2 or x.shape[1] != d:
+        raise OptionError(f"{tuple(x.shape)}: this transform is of tokens with {d} numbers")
+    z = torch.empty((rows, len(x)))
+    shape = (len(x), rows, d, thread_count())
+    addresses = (mean.data_ptr(), matrix.data_ptr(), z.data_ptr())
+    run("mp_project", "encoding", _PROJECT(x.data_ptr(), DTYPES[x.dtype], x.stride(0), *addresses, z.stride(0), *shape))
+    return z.T
+
+
+def crc32c(rows: npt.NDArray[np.uint8], before: npt.NDArray[np.uint32] | None) -> npt.NDArray[np.uint32]:
+    """Return the CRC-32C of each of (n, bytes), behind bytes whose checksums are `before` (n,)."""
+    n, n_bytes = rows.shape
+    rows = rows if rows.strides[1] == 1 else np.ascontiguousarray(rows)
+    found = np.empty(n, dtype=np.uint32)
+    previous = 0 if before is None else before.ctypes.data
+    call = _CHECKSUM(rows.ctypes.data, previous, found.ctypes.data, n, n_bytes, rows.strides[0])
+    entry_point("mp_crc32c")(call)
+    return found
