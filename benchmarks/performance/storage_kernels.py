@@ -1,4 +1,4 @@
-"""Time of encoding and decoding a layer's tokens in the codec `transform`, beside that of the products in it.
+"""CPU time of encoding and decoding a layer's tokens in the codec `transform`, beside that of the products in it.
 
     python benchmarks/performance/storage_kernels.py --threads 1 --json storage-kernels.json
 
@@ -13,7 +13,7 @@ import argparse
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 
 import torch
 from script import interval, keep
@@ -45,9 +45,9 @@ def header_of(d: int) -> LayerHeader:
 
 
 def seconds(call: Callable[[], object], least: float = 0.02) -> float:
-    """Of one call, over as many as take `least` seconds."""
-    calls, begun = 0, perf_counter()
-    while (taken := perf_counter() - begun) < least or not calls:
+    """CPU seconds of one call, over as many as take `least`."""
+    calls, begun = 0, process_time()
+    while (taken := process_time() - begun) < least or not calls:
         call()
         calls += 1
     return taken / calls

@@ -80,16 +80,18 @@ inline void project(const Kernels& kernels, Report& report, int64_t dtype, int64
   const int64_t x_row = d + 3, z_row = n + 5;
   Numbers x = normals(dtype, n * x_row, random, 3);
   vector<float> z(size_t(rows * z_row), -7.0f);
-  const mp::ProjectArgs a{x.data(), dtype, x_row, side.mean.data(), side.matrix.data(), z.data(), z_row, n, rows, d, 2};
+  const uint8_t* bits = rows > 30 ? side.bits.data() : nullptr;
+  const mp::ProjectArgs a{x.data(), dtype, x_row, side.mean.data(), side.matrix.data(), bits, z.data(), z_row, n, rows, d, 2};
   report.same("the result of project", kernels("mp_project", a), 0);
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t t = 0; t < z_row; ++t) {
+      const bool written = t < n && (bits == nullptr || bits[i] > 0);
       float sum = 0;
-      for (int64_t c = 0; t < n && c < d; ++c) {
+      for (int64_t c = 0; written && c < d; ++c) {
         const float centred = float(x[t * x_row + c]) - side.mean[size_t(c)];
         sum = std::fmaf(side.matrix[size_t(i * d + c)], centred, sum);
       }
-      report.same("the bits of z", bits_of(z[size_t(i * z_row + t)]), bits_of(t < n ? sum : -7.0f));
+      report.same("the bits of z", bits_of(z[size_t(i * z_row + t)]), bits_of(written ? sum : -7.0f));
     }
 }
 
@@ -125,6 +127,20 @@ inline void pages(const Kernels& kernels, Report& report, int64_t n_pages, bool 
             const int code = sides[s].code(number(s, p * mp::TOKENS + t, i), i);
             report.same("a bit", page[16 + 4 * plane + t / 8] >> (t % 8) & 1, code >> bit & 1);
           }
+  }
+  const auto wrong = [&](const vector<uint8_t>& given) {
+    int64_t found[2];
+    const mp::CheckPagesArgs c{given.data(), n_pages, page_bytes, 0xDEADBEEF, 9, 5, found};
+    report.same("the result of check", kernels("mp_check_pages", c), 0);
+    return found[0] * 100 + found[1];
+  };
+  report.same("pages that are wrong", wrong(pages), -101);
+  if (n_pages > 1) {
+    vector<uint8_t> spoiled = pages;
+    spoiled[size_t(page_bytes + 20)] ^= 8;
+    report.same("a damaged page", wrong(spoiled), 99);
+    std::copy(pages.begin(), pages.begin() + page_bytes, spoiled.begin() + page_bytes);
+    report.same("a page of elsewhere", wrong(spoiled), -99);
   }
   mp::DecodePagesArgs d{};
   Numbers out[2];

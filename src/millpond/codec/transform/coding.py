@@ -19,7 +19,7 @@ from millpond.kernels.native import transform as native
 from millpond.kernels.transform_args import BackTransform, CodedDimensions
 
 
-def project(side: SideTransform, x: Tensor) -> Tensor:
+def project(side: SideTransform, x: Tensor, bits: Tensor | None = None) -> Tensor:
     """Return z = rows (x - mean) of tokens, (n, r) float32.
 
     The sum runs over the channels in their order.
@@ -27,9 +27,15 @@ def project(side: SideTransform, x: Tensor) -> Tensor:
     Args:
         side: Transform.
         x: (n, d) keys before RoPE or values, all KV heads of a token side by side.
+        bits: Bits of a header that is known, (r,) uint8: dimensions without any are not computed, and 0.
     """
     if native_for(torch.float32, x.device) is not None:
-        return native.project(x, side.mean.contiguous(), side.rows.contiguous())
+        return native.project(x, side.mean.contiguous(), side.rows.contiguous(), bits)
+    if bits is not None:
+        coded = (bits > 0).nonzero()[:, 0]
+        z = x.new_zeros((len(x), side.n_rows), dtype=torch.float32)
+        z[:, coded] = ordered_product(x.float() - side.mean, side.rows[coded].T.contiguous())
+        return z
     return ordered_product(x.float() - side.mean, side.rows.T.contiguous())
 
 

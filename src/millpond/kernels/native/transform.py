@@ -20,11 +20,14 @@ _BACK = Struct("=5q").pack
 _DECODE = Struct("=5q").pack
 _NUMBERS = Struct("=3q").pack
 _ENCODE = Struct("=7q").pack
-_PROJECT = Struct("=11q").pack
+_PROJECT = Struct("=12q").pack
+_CHECK = Struct("=7q").pack
 #: the order of fields is that of csrc/common/args.hpp
 _CHECKSUM = Struct("=6q").pack
 
 _FLOATS = torch.float32
+#: Floats of a line of the cache.
+_LINE = 16
 
 
 def _coded_struct(coded: CodedDimensions) -> bytes:
@@ -91,18 +94,35 @@ def encode_pages(
     return pages
 
 
-def project(x: Tensor, mean: Tensor, matrix: Tensor) -> Tensor:
-    """Return matrix (x - mean), (n, rows) float32 that lies by dimension, for x (n, d)."""
+def project(x: Tensor, mean: Tensor, matrix: Tensor, bits: Tensor | None = None) -> Tensor:
+    """Return matrix (x - mean), (n, rows) float32 that lies by dimension, for x (n, d).
+
+    Where bits (rows,) uint8 are given, a dimension without any is 0.
+    """
     x, (rows, d) = readable_rows(x), matrix.shape
     _need(mean, _FLOATS, d)
     _need(matrix, _FLOATS, rows, d)
     if x.ndim != 2 or x.shape[1] != d:
         raise OptionError(f"{tuple(x.shape)}: this transform is of tokens with {d} numbers")
-    z = torch.empty((rows, len(x)))
-    shape = (len(x), rows, d, thread_count())
-    addresses = (mean.data_ptr(), matrix.data_ptr(), z.data_ptr())
-    run("mp_project", "encoding", _PROJECT(x.data_ptr(), DTYPES[x.dtype], x.stride(0), *addresses, z.stride(0), *shape))
+    n = len(x)
+    n_lines = -(-n // _LINE) | 1  # odd, so that dimensions do not compete for the same places of the cache
+    z = (torch.empty if bits is None else torch.zeros)((rows, n_lines * _LINE))[:, :n]
+    if bits is not None:
+        _need(bits, torch.uint8, rows)
+    addresses = (mean.data_ptr(), matrix.data_ptr(), address_of(bits), z.data_ptr())
+    source = (x.data_ptr(), DTYPES[x.dtype], x.stride(0))
+    run("mp_project", "encoding", _PROJECT(*source, *addresses, z.stride(0), n, rows, d, thread_count()))
     return z.T
+
+
+def check_pages(pages: Tensor, address: tuple[int, int, int]) -> tuple[int, int]:
+    """Return the first page (of P, bytes) that is damaged, and the first that belongs elsewhere; -1 for none.
+
+    The address is unit, layer, and number of the first page.
+    """
+    found = np.empty(2, dtype=np.int64)
+    entry_point("mp_check_pages")(_CHECK(pages.data_ptr(), *pages.shape, *address, found.ctypes.data))
+    return int(found[0]), int(found[1])
 
 
 def crc32c(rows: npt.NDArray[np.uint8], before: npt.NDArray[np.uint32] | None) -> npt.NDArray[np.uint32]:

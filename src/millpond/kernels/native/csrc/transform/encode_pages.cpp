@@ -29,6 +29,20 @@ MP_INLINE uint32_t negative(vi x) {
 
 void put(uint8_t* to, uint32_t x) { std::memcpy(to, &x, 4); }
 
+// Where a page belongs: its header but for the checksum.
+void put_place(uint8_t* page, int64_t unit, int64_t layer, int64_t number) {
+  put(page, uint32_t(unit));
+  put(page + 4, uint32_t(layer) | uint32_t(TOKENS) << 16);
+  put(page + 8, uint32_t(number));
+}
+
+constexpr int PLACE = PAGE_HEADER - 4;  // bytes
+
+// Of all but itself.
+uint32_t checksum(const uint8_t* page, int64_t page_bytes) {
+  return crc32c(page + PAGE_HEADER, page_bytes - PAGE_HEADER, crc32c(page, PLACE, 0));
+}
+
 // The planes of a dimension's 32 tokens. A code is how many cuts lie below (z - shift) / scale, two roundings.
 void put_planes(const float* z, float shift, float scale, const float* cuts, int bits, uint8_t* planes) {
   const int n_cuts = (1 << bits) - 1;
@@ -85,18 +99,32 @@ int encode_pages(const EncodePagesArgs& a) {
     uint8_t* page = a.pages + i * a.page_bytes;
     uint8_t* planes = put_side(a.sides[0], i, cuts, page + PAGE_HEADER);
     put_side(a.sides[1], i, cuts + n_key_cuts, planes);
-    put(page, uint32_t(a.unit));
-    put(page + 4, uint32_t(a.layer) | uint32_t(TOKENS) << 16);
-    put(page + 8, uint32_t(a.first + i));
-    const uint32_t before = crc32c(page, PAGE_HEADER - 4, 0);
-    put(page + 12, crc32c(page + PAGE_HEADER, a.page_bytes - PAGE_HEADER, before));
+    put_place(page, a.unit, a.layer, a.first + i);
+    put(page + PLACE, checksum(page, a.page_bytes));
   };
   parallel_for(a.n_pages, threads_for(a.n_pages * TOKENS * n_cuts, a.n_threads), encode);
   return 0;
 }
 
+void check_pages(const CheckPagesArgs& a) {
+  a.found[0] = a.found[1] = -1;
+  for (int64_t i = 0; i < a.n_pages; ++i) {
+    const uint8_t* page = a.pages + i * a.page_bytes;
+    uint8_t right[PAGE_HEADER];
+    put_place(right, a.unit, a.layer, a.first + i);
+    put(right + PLACE, checksum(page, a.page_bytes));
+    if (a.found[0] < 0 && std::memcmp(page + PLACE, right + PLACE, PAGE_HEADER - PLACE) != 0) a.found[0] = i;
+    if (a.found[1] < 0 && std::memcmp(page, right, PLACE) != 0) a.found[1] = i;
+  }
+}
+
 }  // namespace
 }  // namespace mp
+
+extern "C" __attribute__((visibility("default"))) int mp_check_pages(const mp::CheckPagesArgs* args) {
+  mp::check_pages(*args);
+  return 0;
+}
 
 extern "C" __attribute__((visibility("default"))) int mp_encode_pages(const mp::EncodePagesArgs* args) {
   return mp::encode_pages(*args);

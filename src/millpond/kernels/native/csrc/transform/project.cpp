@@ -68,10 +68,10 @@ void pack(const ProjectArgs& a, int64_t first, int n, float* to) {
   }
 }
 
-// Dimensions row .. row + n of 32 packed tokens, of which `tokens` are written.
-void multiply(const ProjectArgs& a, int64_t row, int n, const float* x, int64_t first, int tokens) {
+// Dimensions rows[0 .. n - 1] of 32 packed tokens, of which `tokens` are written.
+void multiply(const ProjectArgs& a, const int* rows, int n, const float* x, int64_t first, int tokens) {
   const float* matrix[ROWS];
-  for (int r = 0; r < ROWS; ++r) matrix[r] = a.matrix + (row + std::min(r, n - 1)) * a.d;
+  for (int r = 0; r < ROWS; ++r) matrix[r] = a.matrix + rows[std::min(r, n - 1)] * a.d;
   vf sums[ROWS][VECTORS];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r)
@@ -89,7 +89,7 @@ void multiply(const ProjectArgs& a, int64_t row, int n, const float* x, int64_t 
     }
   }
   for (int r = 0; r < n; ++r) {
-    float* z = a.z + (row + r) * a.z_row + first;
+    float* z = a.z + rows[r] * a.z_row + first;
     for (int v = 0; v < VECTORS && v * W < tokens; ++v) {
       const int rest = tokens - v * W;
       rest >= W ? store(z + v * W, sums[r][v]) : store_part(z + v * W, sums[r][v], rest);
@@ -101,9 +101,15 @@ int project(const ProjectArgs& a) {
   const int64_t pages = (a.n + TOKENS - 1) / TOKENS, page = a.d * TOKENS;
   const int64_t together = std::max<int64_t>(1, std::min(pages, X_BYTES / (page * 4)));
   static thread_local Workspace workspace;
-  float* packed = reinterpret_cast<float*>(workspace.get(together * page * 4));
-  if (packed == nullptr) return 1;
-  const int threads = threads_for(a.n * a.rows * a.d, a.n_threads);
+  const int64_t packed_bytes = round_up(together * page * 4, 64);
+  char* memory = workspace.get(packed_bytes + a.rows * int64_t(sizeof(int)));
+  if (memory == nullptr) return 1;
+  float* packed = reinterpret_cast<float*>(memory);
+  int* rows = reinterpret_cast<int*>(memory + packed_bytes);
+  int64_t n_rows = 0;
+  for (int64_t i = 0; i < a.rows; ++i)
+    if (a.bits == nullptr || a.bits[i] > 0) rows[n_rows++] = int(i);
+  const int threads = threads_for(a.n * n_rows * a.d, a.n_threads);
   for (int64_t begin = 0; begin < pages; begin += together) {
     const int64_t end = std::min(begin + together, pages);
     auto pack_page = [&](int64_t i) {
@@ -119,13 +125,13 @@ int project(const ProjectArgs& a) {
     parallel_for(end - begin, threads, pack_page);
     auto multiply_rows = [&](int64_t i) {
       const int64_t row = i * ROWS;
-      const int n = int(std::min<int64_t>(ROWS, a.rows - row));
+      const int n = int(std::min<int64_t>(ROWS, n_rows - row));
       for (int64_t p = begin; p < end; ++p) {
         const int64_t first = p * TOKENS;
-        multiply(a, row, n, packed + (p - begin) * page, first, int(std::min<int64_t>(TOKENS, a.n - first)));
+        multiply(a, rows + row, n, packed + (p - begin) * page, first, int(std::min<int64_t>(TOKENS, a.n - first)));
       }
     };
-    parallel_for((a.rows + ROWS - 1) / ROWS, threads, multiply_rows);
+    parallel_for((n_rows + ROWS - 1) / ROWS, threads, multiply_rows);
   }
   return 0;
 }

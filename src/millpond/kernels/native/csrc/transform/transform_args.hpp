@@ -52,8 +52,16 @@ struct ProjectArgs {
   const void* x;  // (n, d), contiguous rows
   int64_t dtype, x_row;
   const float *mean, *matrix;  // (d,), (rows, d), contiguous
+  const uint8_t* bits;         // (rows,): a dimension without any is not written; null: all are
   float* z;
   int64_t z_row, n, rows, d, n_threads;
+};
+
+// Whether pages are whole, and where they belong: the first that is not, -1 for none.
+struct CheckPagesArgs {
+  const uint8_t* pages;  // (n_pages, page_bytes)
+  int64_t n_pages, page_bytes, unit, layer, first;
+  int64_t* found;  // (2,): damaged, elsewhere
 };
 
 // The first level of dimension i.
