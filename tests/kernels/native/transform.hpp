@@ -95,6 +95,23 @@ inline void project(const Kernels& kernels, Report& report, int64_t dtype, int64
     }
 }
 
+// 1 + 2^-24 + 2^-60 is 1 where a product is rounded before its sum, and where the sum is rounded to double first; and
+// what is left of a product that is near to its addend.
+inline void rounded_once(const Kernels& kernels, Report& report) {
+  const float least = 0x1p-24f, mean[4] = {};
+  const float matrix[4][4] = {{1, least * (1 + 0x1p-12f), 0, 0}, {1, 0, least, least}, {0x1p-126f, 0x1p-74f, 0, 0}, {-1, 0, 0, 1}};
+  const float x[4] = {1, 1 - 4095 * 0x1p-24f, 1 + 0x1p-23f, 1 + 0x1p-22f};
+  vector<float> z(4);
+  const mp::ProjectArgs a{x, mp::F32, 4, mean, matrix[0], nullptr, z.data(), 1, 1, 4, 4, 1};
+  report.same("the result of project", kernels("mp_project", a), 0);
+  for (int i = 0; i < 4; ++i) {
+    float sum = 0;
+    for (int c = 0; c < 4; ++c) sum = std::fmaf(matrix[i][c], x[c], sum);
+    report.same("the bits of a sum", bits_of(z[size_t(i)]), bits_of(sum));
+  }
+  report.same("the bits of 1 + 2^-23", bits_of(z[0]), bits_of(1 + 0x1p-23f));
+}
+
 inline void pages(const Kernels& kernels, Report& report, int64_t n_pages, bool plain, bool by_token, int64_t dtype) {
   Random random{uint64_t(n_pages * 10 + dtype + plain)};
   const TransformSide sides[2] = {{70, 83, plain, random}, {37, 48, plain, random}};
@@ -182,6 +199,7 @@ inline void transform(const Kernels& kernels, Report& report) {
   report.begin("tokens in the basis of a transform", 0);
   for (const int64_t dtype : DTYPES) project(kernels, report, dtype, 33, 20, 45);
   project(kernels, report, mp::F32, 5, 1, 3);
+  rounded_once(kernels, report);
   project(kernels, report, mp::F32, 96, 50, 192);
   project(kernels, report, mp::F32, 260, 9, 1100);  // more than is taken at a time
   report.end();
