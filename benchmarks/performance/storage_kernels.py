@@ -1,10 +1,11 @@
 """CPU time of encoding and decoding a layer's tokens in the codec `transform`, beside that of the products in it.
 
-    python benchmarks/performance/storage_kernels.py --threads 1 --json storage-kernels.json
+    python benchmarks/performance/storage_kernels.py --model smollm2-135m --json storage-kernels.json
 
 Layers are random; their bits fall linearly, so that 1.5 bits a number are left and about half of the dimensions have
 none, as calibrated models have it. The bound is that of one matrix product of torch in float32 over the dimensions with
-bits, timed in the same rounds; shares are medians over rounds.
+bits, timed in the same rounds; shares are medians over rounds. Encoding is that of a layer whose bits are known,
+as in a prefix tree. With a model, reading a prompt of random tokens is timed too, for 32 tokens of a layer.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import torch
 from script import interval, keep
 from torch import Tensor
 
-from millpond.codec.transform.coding import decode, encode, project
+from millpond.codec.transform.coding import decode, encode_tokens
 from millpond.codec.transform.fit import SideTransform
 from millpond.codec.transform.page import TOKENS, PageAddress
 from millpond.codec.transform.prompt_header import LayerHeader, SideHeader, Sides
+from millpond.hf.compress import compress
 from millpond.kernels import native
+from millpond.models.load import load_model
 
 AT = PageAddress(0, 0)
 #: Bits of the first dimension, and the share of dimensions that have some, of keys and of values.
@@ -59,8 +62,7 @@ def row_of(d: int, pages: int, rounds: int) -> dict[str, object]:
     x = [torch.randn(n, d).bfloat16() for _ in range(2)]
 
     def coded() -> Tensor:
-        z = (project(layer[0], x[0]), project(layer[1], x[1]))
-        return encode(layer, header, z, AT)
+        return encode_tokens(layer, header, (x[0], x[1]), AT)
 
     stored = coded()
     products = []
@@ -92,11 +94,24 @@ def row_of(d: int, pages: int, rounds: int) -> dict[str, object]:
     }
 
 
+def reading(name: str, tokens: int = 1024) -> float:
+    """CPU seconds of 32 tokens of a layer while the model reads a prompt, the least of three."""
+    model, times = load_model(name, "bf16"), []
+    ids = torch.randint(model.config.vocab_size, (1, tokens))
+    for _ in range(3):
+        with torch.inference_mode(), compress(model, "full") as cache:
+            begun = process_time()
+            model(ids, cache=cache, logits_to_keep=1)
+            times.append(process_time() - begun)
+    return min(times) / model.config.num_hidden_layers / tokens * TOKENS
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--dims", type=int, nargs="+", default=[192, 1024])
     parser.add_argument("--pages", type=int, nargs="+", default=[1, 8, 128])
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--model", help="A model whose reading is timed.")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -113,7 +128,12 @@ def main() -> None:
                 + ", ".join(f"{name} {taken:.1f}" for name, taken in row["us_per_32_tokens"].items()),  # type: ignore[attr-defined]
                 flush=True,
             )
-    keep(args, results, isa=native.isa())
+    more: dict[str, object] = {"isa": native.isa()}
+    if args.model is not None:
+        taken = reading(args.model) * 1e6
+        more["reading_us_per_32_tokens_of_a_layer"] = taken
+        print(f"{args.model} reads 32 tokens in {taken:.0f} us a layer")
+    keep(args, results, **more)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from millpond.codec.transform.coding import decode, encode, project
+from millpond.codec.transform.coding import decode, encode, encode_tokens, project
 from millpond.codec.transform.levels import cuts_of
 from millpond.codec.transform.page import TOKENS, pack_pages, unpack_pages
 from millpond.codec.transform.prompt_header import LayerHeader, Sides
@@ -58,6 +58,8 @@ def test_native_numbers_are_those_of_torch(
     for one, other in zip(z, coded(layer, header, x)[0], strict=True):
         assert_near(one, other)
     assert torch.equal(encode(layer, header, z, AT), found)
+    in_one = encode_tokens(layer, header, (x[0], x[1]), AT)
+    assert float((in_one != found).float().mean()) < 1e-3
     for one, other in zip(tokens, decode(layer, header, found, AT), strict=True):
         assert_near(one, other)
 
@@ -102,6 +104,26 @@ def test_another_order_of_sums_has_other_bits() -> None:
     for one, expected in zip(found, decode(layer, header, pages, AT), strict=True):
         assert_near(one, expected)
     assert digest(*found) != GOLDEN["tokens"]
+
+
+@pytest.mark.parametrize("pages", [0, 1, 90])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_are_encoded_in_one_pass(pages: int, dtype: torch.dtype) -> None:
+    layer = layer_of()
+    header, x = header_of(layer), [part.to(dtype) for part in tokens_of(layer, pages)]
+    found = encode_tokens(layer, header, (x[0], x[1]), AT)
+    assert torch.equal(found, coded(layer, header, x)[1])
+    wide = [torch.cat([part, part], 1)[:, : part.shape[1]] for part in x]
+    assert torch.equal(found, encode_tokens(layer, header, (wide[0], wide[1]), AT))
+
+
+def test_dimensions_without_bits_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = layer_of()
+    bits, x = header_of(layer).key.bits, drawn(45, 83, seed=1)
+    whole, found = project(layer[0], x), project(layer[0], x, bits)
+    assert torch.equal(found, torch.where(bits > 0, whole, 0))
+    in_torch(monkeypatch)
+    assert_near(project(layer[0], x, bits), found)
 
 
 @pytest.mark.parametrize("n_threads", [1, 2, 5])

@@ -60,6 +60,26 @@ def encode(layer: Sides, header: LayerHeader, z: tuple[Tensor, Tensor], address:
     return pack_pages(torch.cat(codes, 1), header.bits, address)
 
 
+def encode_tokens(layer: Sides, header: LayerHeader, x: tuple[Tensor, Tensor], address: PageAddress) -> Tensor:
+    """Return the pages of tokens under a header that is known: `encode` of their `project`, in one pass.
+
+    Args:
+        layer: Transforms of keys and values.
+        header: Means, scales and bits.
+        x: Keys before RoPE and values, (32 P, d) each, all KV heads of a token side by side.
+        address: Where the pages belong.
+
+    Returns:
+        (P, bytes) uint8 on the CPU.
+    """
+    if native_for(torch.float32, x[0].device) is None:
+        key, value = (project(*of) for of in zip(layer, x, (part.bits for part in header), strict=True))
+        return encode(layer, header, (key, value), address)
+    coded = (_coded(layer[0], header.key), _coded(layer[1], header.value))
+    keys, values = ((of, side.mean.contiguous(), side.rows.contiguous()) for side, of in zip(layer, x, strict=True))
+    return native.encode_tokens(coded, (keys, values), page_bytes(header.bits), address)
+
+
 def decode(
     layer: Sides, header: LayerHeader, pages: Tensor, address: PageAddress, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:

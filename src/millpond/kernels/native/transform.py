@@ -63,7 +63,7 @@ def decode_pages(sides: BackTransforms, pages: Tensor, dtype: torch.dtype) -> tu
         outs.append(torch.empty((len(pages) * TOKENS, d), dtype=dtype))
         structs.append(_coded_struct(coded) + _BACK(mean.data_ptr(), matrix.data_ptr(), outs[-1].data_ptr(), d, d))
     pages = pages.cpu().contiguous()
-    call = _DECODE(pages.data_ptr(), *pages.shape, DTYPES[dtype], thread_count())
+    call = _DECODE(*_pages(pages), DTYPES[dtype], thread_count())
     run("mp_decode_pages", "decoding", b"".join(structs) + call)
     return outs[0], outs[1]
 
@@ -89,9 +89,38 @@ def encode_pages(
             raise OptionError(f"{tuple(z.shape)} {z.dtype}: pages are made of 32 tokens with {len(side.bits)} float32")
         structs.append(_coded_struct(side) + _NUMBERS(z.data_ptr(), *z.stride()))
     pages = torch.empty((n_pages, page_bytes), dtype=torch.uint8)
-    call = _ENCODE(pages.data_ptr(), n_pages, page_bytes, *address, thread_count())
-    run("mp_encode_pages", "encoding", b"".join(structs) + call)
+    run("mp_encode_pages", "encoding", b"".join(structs) + _ENCODE(*_pages(pages), *address, thread_count()))
     return pages
+
+
+def encode_tokens(
+    sides: tuple[CodedDimensions, CodedDimensions],
+    bases: tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
+    page_bytes: int,
+    address: tuple[int, int, int],
+) -> Tensor:
+    """Return pages of tokens: `encode_pages` of what `project` gives.
+
+    Args:
+        sides: Of keys and values.
+        bases: Tokens (32 P, d), mean and matrix of `project`, for each.
+        page_bytes: Of a page with these bits.
+        address: Unit, layer, and number of the first page.
+    """
+    n_pages = len(bases[0][0]) // TOKENS
+    read = [(readable_rows(x), mean, matrix) for x, mean, matrix in bases]
+    tokens = [_project_struct(*basis, None, 0, 0) for basis in read]
+    if any(len(x) != n_pages * TOKENS for x, _, _ in read):
+        raise OptionError(f"{[len(x) for x, _, _ in read]} keys and values: pages are made of 32 tokens")
+    coded = [_coded_struct(side) + _NUMBERS(0, 0, 0) for side in sides]
+    pages = torch.empty((n_pages, page_bytes), dtype=torch.uint8)
+    call = _ENCODE(*_pages(pages), *address, thread_count())
+    run("mp_encode_tokens", "encoding", b"".join(tokens) + b"".join(coded) + call)
+    return pages
+
+
+def _pages(pages: Tensor) -> tuple[int, int, int]:
+    return pages.data_ptr(), *pages.shape
 
 
 def project(x: Tensor, mean: Tensor, matrix: Tensor, bits: Tensor | None = None) -> Tensor:
@@ -99,20 +128,24 @@ def project(x: Tensor, mean: Tensor, matrix: Tensor, bits: Tensor | None = None)
 
     Where bits (rows,) uint8 are given, a dimension without any is 0.
     """
-    x, (rows, d) = readable_rows(x), matrix.shape
+    x, rows = readable_rows(x), len(matrix)
+    n_lines = -(-len(x) // _LINE) | 1  # odd, so that dimensions do not compete for the same places of the cache
+    z = (torch.empty if bits is None else torch.zeros)((rows, n_lines * _LINE))[:, : len(x)]
+    if bits is not None:
+        _need(bits, torch.uint8, rows)
+    run("mp_project", "encoding", _project_struct(x, mean, matrix, bits, z.data_ptr(), z.stride(0)))
+    return z.T
+
+
+def _project_struct(x: Tensor, mean: Tensor, matrix: Tensor, bits: Tensor | None, z: int, z_row: int) -> bytes:
+    rows, d = matrix.shape
     _need(mean, _FLOATS, d)
     _need(matrix, _FLOATS, rows, d)
     if x.ndim != 2 or x.shape[1] != d:
         raise OptionError(f"{tuple(x.shape)}: this transform is of tokens with {d} numbers")
-    n = len(x)
-    n_lines = -(-n // _LINE) | 1  # odd, so that dimensions do not compete for the same places of the cache
-    z = (torch.empty if bits is None else torch.zeros)((rows, n_lines * _LINE))[:, :n]
-    if bits is not None:
-        _need(bits, torch.uint8, rows)
-    addresses = (mean.data_ptr(), matrix.data_ptr(), address_of(bits), z.data_ptr())
     source = (x.data_ptr(), DTYPES[x.dtype], x.stride(0))
-    run("mp_project", "encoding", _PROJECT(*source, *addresses, z.stride(0), n, rows, d, thread_count()))
-    return z.T
+    addresses = (mean.data_ptr(), matrix.data_ptr(), address_of(bits), z)
+    return _PROJECT(*source, *addresses, z_row, len(x), rows, d, thread_count())
 
 
 def check_pages(pages: Tensor, address: tuple[int, int, int]) -> tuple[int, int]:
@@ -121,7 +154,7 @@ def check_pages(pages: Tensor, address: tuple[int, int, int]) -> tuple[int, int]
     The address is unit, layer, and number of the first page.
     """
     found = np.empty(2, dtype=np.int64)
-    entry_point("mp_check_pages")(_CHECK(pages.data_ptr(), *pages.shape, *address, found.ctypes.data))
+    entry_point("mp_check_pages")(_CHECK(*_pages(pages), *address, found.ctypes.data))
     return int(found[0]), int(found[1])
 
 

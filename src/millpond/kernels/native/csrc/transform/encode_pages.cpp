@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "common/convert.hpp"
 #include "common/crc32c.hpp"
 #include "common/simd.hpp"
 #include "common/threads.hpp"
@@ -88,6 +89,8 @@ uint8_t* put_side(const NumbersOfSide& side, int64_t page, const float* cuts, ui
   return planes;
 }
 
+}  // namespace
+
 int encode_pages(const EncodePagesArgs& a) {
   const int64_t n_key_cuts = n_cuts_of(a.sides[0].coded), n_cuts = n_key_cuts + n_cuts_of(a.sides[1].coded);
   static thread_local Workspace workspace;
@@ -106,6 +109,33 @@ int encode_pages(const EncodePagesArgs& a) {
   return 0;
 }
 
+namespace {
+
+// z of some pages at a time goes no further than the cache.
+int encode_tokens(const EncodeTokensArgs& a) {
+  const int64_t together = std::max<int64_t>(1, std::min(a.pages.n_pages, pages_together(a.tokens[0].d)));
+  const int64_t z_row = together * TOKENS + 16;  // an odd number of lines of the cache
+  static thread_local Workspace workspace;
+  float* z = reinterpret_cast<float*>(workspace.get((a.tokens[0].rows + a.tokens[1].rows) * z_row * 4));
+  if (z == nullptr) return 1;
+  for (int64_t first = 0; first < a.pages.n_pages; first += together) {
+    EncodePagesArgs pages = a.pages;
+    pages.pages += first * pages.page_bytes, pages.first += first;
+    pages.n_pages = std::min(together, a.pages.n_pages - first);
+    for (int s = 0; s < 2; ++s) {
+      ProjectArgs tokens = a.tokens[s];
+      tokens.x = static_cast<const char*>(tokens.x) + first * TOKENS * tokens.x_row * dtype_bytes(tokens.dtype);
+      tokens.bits = pages.sides[s].coded.bits;
+      tokens.n = pages.n_pages * TOKENS;
+      tokens.z = s == 0 ? z : z + a.tokens[0].rows * z_row, tokens.z_row = z_row;
+      if (project(tokens) != 0) return 1;
+      pages.sides[s].z = tokens.z, pages.sides[s].z_row = 1, pages.sides[s].z_column = z_row;
+    }
+    if (encode_pages(pages) != 0) return 1;
+  }
+  return 0;
+}
+
 void check_pages(const CheckPagesArgs& a) {
   a.found[0] = a.found[1] = -1;
   for (int64_t i = 0; i < a.n_pages; ++i) {
@@ -120,6 +150,10 @@ void check_pages(const CheckPagesArgs& a) {
 
 }  // namespace
 }  // namespace mp
+
+extern "C" __attribute__((visibility("default"))) int mp_encode_tokens(const mp::EncodeTokensArgs* args) {
+  return mp::encode_tokens(*args);
+}
 
 extern "C" __attribute__((visibility("default"))) int mp_check_pages(const mp::CheckPagesArgs* args) {
   mp::check_pages(*args);

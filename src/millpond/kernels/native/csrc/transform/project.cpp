@@ -21,7 +21,6 @@ constexpr int ROWS = 8;  // of the matrix at a time: with 32 tokens, sums that f
 constexpr int ROWS = 3;
 #endif
 constexpr int VECTORS = TOKENS / W;
-constexpr int64_t X_BYTES = 512 * 1024;  // of the tokens that are taken at a time, about
 
 // r[i]: W numbers of row i. After it r[c]: number c of all W rows.
 MP_INLINE void turn_floats(vf (&r)[W]) {
@@ -97,9 +96,11 @@ void multiply(const ProjectArgs& a, const int* rows, int n, const float* x, int6
   }
 }
 
+}  // namespace
+
 int project(const ProjectArgs& a) {
   const int64_t pages = (a.n + TOKENS - 1) / TOKENS, page = a.d * TOKENS;
-  const int64_t together = std::max<int64_t>(1, std::min(pages, X_BYTES / (page * 4)));
+  const int64_t together = std::max<int64_t>(1, std::min(pages, pages_together(a.d)));
   static thread_local Workspace workspace;
   const int64_t packed_bytes = round_up(together * page * 4, 64);
   char* memory = workspace.get(packed_bytes + a.rows * int64_t(sizeof(int)));
@@ -136,7 +137,6 @@ int project(const ProjectArgs& a) {
   return 0;
 }
 
-}  // namespace
 }  // namespace mp
 
 extern "C" __attribute__((visibility("default"))) int mp_project(const mp::ProjectArgs* args) {

@@ -57,6 +57,12 @@ struct ProjectArgs {
   int64_t z_row, n, rows, d, n_threads;
 };
 
+// Both one after the other, some pages at a time; `z` of either is not given, nor `bits` of the tokens.
+struct EncodeTokensArgs {
+  ProjectArgs tokens[2];
+  EncodePagesArgs pages;
+};
+
 // Whether pages are whole, and where they belong: the first that is not, -1 for none.
 struct CheckPagesArgs {
   const uint8_t* pages;  // (n_pages, page_bytes)
@@ -68,6 +74,17 @@ struct CheckPagesArgs {
 inline const float* levels_of(const CodedSide& side, int64_t i) {
   const int64_t set = side.sets == nullptr ? 0 : side.sets[i];
   return side.levels + set * LEVELS + ((1 << side.bits[i]) - 2);
+}
+
+// Each returns 1 if there is no memory.
+int project(const ProjectArgs& args);
+int encode_pages(const EncodePagesArgs& args);
+
+// How many pages are projected together: their tokens stay close.
+inline int64_t pages_together(int64_t d) {
+  constexpr int64_t BYTES = 512 * 1024;
+  const int64_t pages = BYTES / (d * TOKENS * 4);
+  return pages > 1 ? pages : 1;
 }
 
 // Threads for some products and sums: waking one is worth a few.
