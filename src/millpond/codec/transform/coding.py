@@ -61,7 +61,9 @@ def encode(layer: Sides, header: LayerHeader, z: tuple[Tensor, Tensor], address:
 
 
 def encode_tokens(layer: Sides, header: LayerHeader, x: tuple[Tensor, Tensor], address: PageAddress) -> Tensor:
-    """Return the pages of tokens under a header that is known: `encode` of their `project`, in one pass.
+    """Return the pages of tokens under a header that is known.
+
+    In one pass, it does what `project` and `encode` do one after the other.
 
     Args:
         layer: Transforms of keys and values.

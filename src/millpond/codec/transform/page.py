@@ -121,7 +121,7 @@ def check_pages(pages: Tensor, size: int, address: PageAddress) -> None:
 
 
 def _first_wrong(pages: Tensor, address: PageAddress) -> tuple[int, int]:
-    """Return the first page that is damaged, and the first that belongs elsewhere; -1 for none."""
+    """Return the first damaged page and the first that belongs elsewhere; -1 for none."""
     if native_for(torch.float32, pages.device) is not None:
         return native.check_pages(pages, address)
     content = pages.numpy()

@@ -45,8 +45,7 @@ def _coded_struct(coded: CodedDimensions) -> bytes:
 
 
 def _need(tensor: Tensor, dtype: torch.dtype, *shape: int) -> None:
-    right = tensor.shape == shape and tensor.dtype is dtype and tensor.device.type == "cpu"
-    if not (right and tensor.is_contiguous()):
+    if not (tensor.dtype is dtype and tensor.is_cpu and tensor.shape == shape and tensor.is_contiguous()):
         raise OptionError(
             f"kernels of the codec transform take {shape} {dtype}, contiguous and on the CPU, not "
             f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
