@@ -14,7 +14,7 @@ SET_LEVELS = (2 << MOST_BITS) - 2
 
 
 class CodedDimensions(NamedTuple):
-    """How the numbers of a layer's keys or values are coded: a number is scale * level + shift.
+    """Codes of a layer's keys or values: a number is scale * level + shift.
 
     Attributes:
         shift: (rows,) float32.
@@ -32,7 +32,7 @@ class CodedDimensions(NamedTuple):
 
 
 class BackTransform(NamedTuple):
-    """How coded numbers z of a token become its own, x = mean + sum over i of z[i] * matrix[i].
+    """Tokens of coded numbers z: x = mean + sum over i of z[i] * matrix[i].
 
     Attributes:
         coded: How they are coded; a dimension without bits is its shift.

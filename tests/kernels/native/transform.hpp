@@ -182,6 +182,31 @@ inline void pages(const Kernels& kernels, Report& report, int64_t n_pages, bool 
     }
 }
 
+// In one call as in two.
+inline void tokens(const Kernels& kernels, Report& report, int64_t n_pages) {
+  Random random{uint64_t(n_pages)};
+  const TransformSide sides[2] = {{70, 83, false, random}, {37, 48, false, random}};
+  const int64_t n = n_pages * mp::TOKENS, planes = sides[0].n_planes() + sides[1].n_planes();
+  const int64_t page_bytes = mp::PAGE_HEADER + 4 * planes;
+  vector<uint8_t> found(size_t(n_pages * page_bytes)), expected(found.size(), uint8_t(1));
+  mp::EncodeTokensArgs a{};
+  Numbers x[2];
+  vector<float> z[2];
+  for (int s = 0; s < 2; ++s) {
+    const TransformSide& side = sides[s];
+    x[s] = normals(mp::BF16, n * side.d, random), z[s].resize(size_t(n * side.rows));
+    a.tokens[s] = {x[s].data(), mp::BF16, side.d, side.mean.data(), side.matrix.data(), nullptr, z[s].data(), n, n, side.rows, side.d, 2};
+    report.same("the result of project", kernels("mp_project", a.tokens[s]), 0);
+    a.pages.sides[s] = {side.args(), z[s].data(), 1, n};
+  }
+  a.pages.pages = expected.data(), a.pages.n_pages = n_pages, a.pages.page_bytes = page_bytes, a.pages.n_threads = 2;
+  a.pages.unit = 1, a.pages.layer = 2, a.pages.first = 3;
+  report.same("the result of encode", kernels("mp_encode_pages", a.pages), 0);
+  a.pages.pages = found.data();
+  report.same("the result of encode", kernels("mp_encode_tokens", a), 0);
+  for (size_t i = 0; i < found.size(); ++i) report.same("a byte of a page", found[i], expected[i]);
+}
+
 inline void transform(const Kernels& kernels, Report& report) {
   report.begin("checksums (CRC-32C)", 0);
   vector<uint8_t> bytes;
@@ -206,6 +231,8 @@ inline void transform(const Kernels& kernels, Report& report) {
   report.begin("pages of codes", 0);
   for (const bool plain : {false, true})
     for (const int64_t n : {0, 1, 3}) pages(kernels, report, n, plain, plain, mp::F32);
+  tokens(kernels, report, 1);
+  tokens(kernels, report, 120);  // more than are taken at a time
   for (const int64_t dtype : DTYPES) pages(kernels, report, 70, false, true, dtype);  // more than are taken at a time
   report.end();
 }

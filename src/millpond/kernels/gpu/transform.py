@@ -40,7 +40,7 @@ def _decode(
     CHANNELS: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """Write one page's tokens, some channels of them; only dimensions that have bits are given."""
+    """Write some channels of a page's tokens; only dimensions that have bits are given."""
     page = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     token = tl.arange(0, TOKENS)
@@ -69,7 +69,14 @@ def _decode(
 
 
 class _Places(NamedTuple):
-    """Where the dimensions that have bits lie: row, bits, first word in a page, first level; (n,) int64 each."""
+    """Places of the dimensions that have bits, (n,) int64 each.
+
+    Attributes:
+        rows: Rows of the matrix.
+        widths: Bits.
+        planes: First word in a page.
+        level_at: First level of the table.
+    """
 
     rows: Tensor
     widths: Tensor
@@ -88,7 +95,10 @@ class _Places(NamedTuple):
 
 
 def decode_pages(sides: BackTransforms, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the keys and values of checked pages (P, bytes) on the device of the transform, (32 P, d) each."""
+    """Return the keys and values of checked pages (P, bytes), (32 P, d) each.
+
+    They are on the device of the transform.
+    """
     device = sides[0].mean.device
     check(device, dtype)
     words = pages.to(device).contiguous().view(torch.int32)

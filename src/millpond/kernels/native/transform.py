@@ -148,9 +148,9 @@ def _project_struct(x: Tensor, mean: Tensor, matrix: Tensor, bits: Tensor | None
 
 
 def check_pages(pages: Tensor, address: tuple[int, int, int]) -> tuple[int, int]:
-    """Return the first page (of P, bytes) that is damaged, and the first that belongs elsewhere; -1 for none.
+    """Return the first damaged page of (P, bytes) and the first that belongs elsewhere.
 
-    The address is unit, layer, and number of the first page.
+    Each is -1 for none. The address is unit, layer, and number of the first page.
     """
     found = np.empty(2, dtype=np.int64)
     entry_point("mp_check_pages")(_CHECK(*_pages(pages), *address, found.ctypes.data))
@@ -158,7 +158,7 @@ def check_pages(pages: Tensor, address: tuple[int, int, int]) -> tuple[int, int]
 
 
 def crc32c(rows: npt.NDArray[np.uint8], before: npt.NDArray[np.uint32] | None) -> npt.NDArray[np.uint32]:
-    """Return the CRC-32C of each of (n, bytes), behind bytes whose checksums are `before` (n,)."""
+    """Return the CRC-32C of each of (n, bytes), behind those of checksums `before` (n,)."""
     n, n_bytes = rows.shape
     rows = rows if rows.strides[1] == 1 else np.ascontiguousarray(rows)
     found = np.empty(n, dtype=np.uint32)
