@@ -6,9 +6,12 @@
 
 #if defined(__SSE4_2__)
 #include <nmmintrin.h>
-#elif defined(__aarch64__) && defined(__linux__)
+#elif defined(__ARM_FEATURE_CRC32)  // all that this library runs on have it
+#include <arm_acle.h>
+#elif defined(__aarch64__) && defined(__linux__) && !defined(__clang__)  // the CPU is asked; Clang names it otherwise
 #include <arm_acle.h>
 #include <sys/auxv.h>
+#define MP_ASK_FOR_CRC
 #endif
 
 #include "common/args.hpp"
@@ -50,17 +53,23 @@ uint32_t by_words(uint32_t state, const uint8_t* p, int64_t n) {
 }
 
 uint32_t advance(uint32_t state, const uint8_t* p, int64_t n) { return by_words(state, p, n); }
-#elif defined(__aarch64__) && defined(__linux__)
-__attribute__((target("+crc"))) uint32_t by_words(uint32_t state, const uint8_t* p, int64_t n) {
+#elif defined(__ARM_FEATURE_CRC32) || defined(MP_ASK_FOR_CRC)
+#if defined(MP_ASK_FOR_CRC)
+__attribute__((target("+crc")))
+#endif
+uint32_t by_words(uint32_t state, const uint8_t* p, int64_t n) {
   int64_t i = 0;
   for (; i + 8 <= n; i += 8) state = __crc32cd(state, eight(p + i));
   return by_bytes(state, p + i, n - i);
 }
 
 uint32_t advance(uint32_t state, const uint8_t* p, int64_t n) {
+#if defined(MP_ASK_FOR_CRC)
   constexpr unsigned long HAS_CRC32 = 1ul << 7;
   static const bool fast = (getauxval(AT_HWCAP) & HAS_CRC32) != 0;
-  return fast ? by_words(state, p, n) : by_bytes(state, p, n);
+  if (!fast) return by_bytes(state, p, n);
+#endif
+  return by_words(state, p, n);
 }
 #else
 uint32_t advance(uint32_t state, const uint8_t* p, int64_t n) { return by_bytes(state, p, n); }
