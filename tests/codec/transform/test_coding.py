@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -61,6 +63,15 @@ def test_the_error_is_what_the_calibration_says(bits: float) -> None:
     found = float((error @ weights * error).sum(1).mean())
     expected = float(one.distortions.gather(1, header.key.bits.long()[:, None]).sum())
     assert found == pytest.approx(expected, rel=0.1)
+
+
+def test_a_mean_left_in_is_found() -> None:
+    """Codes of a channel around 150, which is far beyond all levels, lose hundreds of times as much."""
+    one, x = side(), tokens(256, seed=1)
+    header = plain_headers([(one, one)], 1.5)[0]
+    z = project(replace(one, mean=torch.zeros(D)), x)
+    spoiled = decode((one, one), header, encode((one, one), header, (z, z), AT), AT)[0]
+    assert float((spoiled - x).square().mean()) > 100 * float((coded(one, header, x) - x).square().mean())
 
 
 def test_a_header_of_the_text_lowers_the_error_of_a_foreign_one() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import pytest
 import torch
 
 import millpond as mp
@@ -37,8 +38,8 @@ def write_coded() -> None:
 
 @torch.no_grad()
 def coded_content(question: int) -> tuple[dict[str, Any], float]:
-    """What the text holds: digests of the decoded numbers before RoPE, which are equal bit by bit on every machine, and
-    tokens behind a question, with their least margin."""
+    """What the text holds: digests of the numbers before RoPE as torch decodes them, which are equal bits on every
+    machine, and tokens behind a question, with their least margin."""
     call: Any = of_heads(8)
     about, stored = parts(TEXT)
     transform, found = load_transform(TRANSFORM), []
@@ -48,7 +49,12 @@ def coded_content(question: int) -> tuple[dict[str, Any], float]:
             for name, side in zip(("key", "value"), layer, strict=True)
         ]
         address = PageAddress(unit_of(stored["ids"]), nth)
-        numbers = decode(layer, LayerHeader(*headers), stored[f"{nth}.pages"], address)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MILLPOND_KERNELS", "reference")
+            numbers = decode(layer, LayerHeader(*headers), stored[f"{nth}.pages"], address)
+        kernels = decode(layer, LayerHeader(*headers), stored[f"{nth}.pages"], address)
+        for one, other in zip(kernels, numbers, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * float(other.abs().max()))
         found.append([hashlib.sha256(side.numpy().tobytes()).hexdigest() for side in numbers])
     cache, text = mp.restore_document(call, TEXT, calibration=TRANSFORM)
     with cache:

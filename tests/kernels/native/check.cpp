@@ -9,6 +9,7 @@
 #include "prefill.hpp"
 #include "sampling.hpp"
 #include "shared_prefix.hpp"
+#include "transform.hpp"
 
 int main(int argc, char** argv) {
   if (argc != 2) {
@@ -26,6 +27,7 @@ int main(int argc, char** argv) {
   check::linear(kernels, report);
   check::merging(kernels, report);
   check::sampling(kernels, report);
+  check::transform(kernels, report);
   check::head_rules(kernels, report);
   return report.wrong() > 0;
 }

@@ -24,11 +24,14 @@ from torch import Tensor
 
 from millpond.codec.transform.crc32c import crc32c
 from millpond.errors import DataError
+from millpond.kernels import transform_args
+from millpond.kernels.backends import native_for
+from millpond.kernels.native import transform as native
 
 #: Tokens of a page.
-TOKENS = 32
+TOKENS = transform_args.TOKENS
 #: Bytes before the planes.
-HEADER = 16
+HEADER = transform_args.HEADER_BYTES
 #: Pages that are packed or unpacked at a time.
 _TOGETHER = 128
 
@@ -110,20 +113,31 @@ def check_pages(pages: Tensor, size: int, address: PageAddress) -> None:
     where = f"layer {address.layer}"
     if pages.dtype != torch.uint8 or pages.ndim != 2 or pages.shape[1] != size:
         raise DataError(f"{where}: pages are {tuple(pages.shape)} {pages.dtype}, and have {size} bytes each")
-    content = np.ascontiguousarray(pages.cpu().numpy())
+    damaged, elsewhere = _first_wrong(pages.cpu().contiguous(), address)
+    if damaged >= 0:
+        raise DataError(f"{where}: page {address.first + damaged} is damaged: its checksum differs")
+    if elsewhere >= 0:
+        raise DataError(f"{where}: page {address.first + elsewhere} belongs to another text or place")
+
+
+def _first_wrong(pages: Tensor, address: PageAddress) -> tuple[int, int]:
+    """Return the first damaged page and the first that belongs elsewhere; -1 for none."""
+    if native_for(torch.float32, pages.device) is not None:
+        return native.check_pages(pages, address)
+    content = pages.numpy()
     header = content[:, :HEADER].copy().view(_HEADER_TYPE)[:, 0]
-    damaged = np.flatnonzero(header["crc"] != _checksums(content))
-    if len(damaged):
-        raise DataError(f"{where}: page {address.first + int(damaged[0])} is damaged: its checksum differs")
     expected = np.arange(address.first, address.first + len(pages))
     right = (header["unit"] == address.unit) & (header["layer"] == address.layer)
     right &= (header["page"] == expected) & (header["count"] == TOKENS)
-    if not right.all():
-        raise DataError(f"{where}: page {address.first + int(np.argmin(right))} belongs to another text or place")
+    return _first(header["crc"] != _checksums(content)), _first(~right)
+
+
+def _first(mask: npt.NDArray[np.bool_]) -> int:
+    return int(np.argmax(mask)) if mask.any() else -1
 
 
 def _checksums(pages: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint32]:
-    return crc32c(np.concatenate([pages[:, : HEADER - 4], pages[:, HEADER:]], 1))
+    return crc32c(pages[:, HEADER:], crc32c(pages[:, : HEADER - 4]))
 
 
 def _planes(bits: Tensor) -> tuple[Tensor, Tensor]:

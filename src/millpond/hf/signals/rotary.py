@@ -25,8 +25,8 @@ CHANGING = ("dynamic", "longrope")
 UNKNOWN_REACH = 8192
 
 
-#: Positions at most whose cosines a rotation caches.
-MAX_CACHED = 1024
+#: Positions at most whose cosines a rotation caches: those of all layers of a stored text, in a few megabytes.
+MAX_CACHED = 8192
 
 
 class _Angles(NamedTuple):

@@ -19,6 +19,7 @@ from millpond.kernels.gpu.block_sums import block_sums
 from millpond.kernels.gpu.decode import decode, decode_rows, decode_shared
 from millpond.kernels.gpu.pages import read, write
 from millpond.kernels.gpu.prefill import prefill
+from millpond.kernels.gpu.transform import decode_pages
 from millpond.kernels.merge.reference import merge_slots
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "attend",
     "block_sums",
     "decode",
+    "decode_pages",
     "decode_rows",
     "decode_shared",
     "merge_slots",

@@ -43,6 +43,7 @@ from millpond.kernels.native.ops import (
     write,
 )
 from millpond.kernels.native.pages import write_packed
+from millpond.kernels.native.transform import decode_pages
 
 
 @cache

@@ -64,6 +64,14 @@ struct UnpackRunsArgs {
   int64_t n_runs;
 };
 
+// Checksums (CRC-32C) of rows of bytes, each behind those of another checksum.
+struct ChecksumArgs {
+  const uint8_t* rows;     // (n, bytes)
+  const uint32_t* before;  // (n,); null: nothing before
+  uint32_t* checksums;     // (n,)
+  int64_t n, bytes, row_bytes;
+};
+
 struct DecodeArgs {
   PoolArgs pool;
   const void* q;      // (S, Hq, key_dim)
