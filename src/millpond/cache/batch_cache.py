@@ -15,6 +15,7 @@ from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages import table_bytes
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.ref_counted_pool import Pool
+from millpond.cache.state.attention_samples import AttentionSamples, SampledAttention
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.prompt_sums import LayerSums
 from millpond.cache.state.recurrent_states import RecurrentStates
@@ -46,6 +47,7 @@ class BatchCache:
 
     Attributes:
         reading: Whether the prompt is still being read: nothing is planned, and a pass of one token belongs to it.
+        samples: Samples of the attention of its only prompt, for a storage codec; None: none are taken.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class BatchCache:
         rotations: Sequence[RotaryEmbedding | None] = (),
     ) -> None:
         self._rotations = rotations
+        self.samples: AttentionSamples | None = None
         self.layers = list(layer_caches)
         self.tier = tier
         self.tracker = tracker
@@ -80,6 +83,12 @@ class BatchCache:
     def reading(self, value: bool) -> None:
         for layer_cache in self.layers:
             layer_cache.reading = value
+
+    def sample(self, rule: SampledAttention) -> None:
+        """Take samples of the attention of the prompt that begins."""
+        self.samples = rule.samples()
+        for layer_cache, own in zip(self.layers, self.samples.layers, strict=True):
+            layer_cache.attention.samples = own
 
     def run_plans(self) -> None:
         """End the prompt: every layer plans which entries it keeps."""

@@ -45,6 +45,8 @@ class EngineChoice(OptionGroup):
         "pager",
         "prefix_disk",
         "prefix_folder",
+        "storage_codec",
+        "storage_delay_s",
         "swap_to",
         "overflow",
         "on_pressure",
@@ -61,7 +63,12 @@ class EngineChoice(OptionGroup):
 
     prefix_cache: Annotated[
         str | None,
-        option_of(EngineSettings, "prefix_cache", default_text="lru with `kv_memory`, else live", show_default=False),
+        option_of(
+            EngineSettings,
+            "prefix_cache",
+            default_text="lru with `kv_memory` or `storage_codec`, else live",
+            show_default=False,
+        ),
     ] = None
     no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Share no prompts.")] = False
 

@@ -37,8 +37,8 @@ from millpond.engine.sessions.reuse import SessionReuse, check_continues
 from millpond.engine.sessions.store import DEFAULT_DISK, SessionStore
 from millpond.engine.sessions.stored_turn import session_mark
 from millpond.engine.shared_prefixes import SharedPrefixes
+from millpond.engine.storage_codec import ModelCodec, format_calibration
 from millpond.errors import OptionError
-from millpond.hf.calibration.load import loaded
 from millpond.hf.document import fingerprint
 from millpond.hf.key_biases import loses_by_bias, warn_of_bias
 from millpond.hf.model_support import unwrapped
@@ -85,6 +85,7 @@ class Components:
         chunk_reuse: Chunk store; None: prompts hold no chunks.
         chunk_loads: Chunks that are read from files before their prompts begin; None: none are.
         sessions: Stored turns; None: finished turns are not stored.
+        storage_codec: Codec of what waits or travels; None: nothing is coded.
         file_loads: All loads that requests may wait for.
         counts: Counters so far, by fields of `EngineStats`.
     """
@@ -109,6 +110,7 @@ class Components:
     chunk_reuse: ChunkReuse | None
     chunk_loads: FileLoads[LoadedChunks] | None
     sessions: SessionReuse | None
+    storage_codec: ModelCodec | None
     file_loads: tuple[FileLoads[Any], ...]
     image_numbers: ImageNumbers = field(default_factory=ImageNumbers)
     counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_COUNTED, 0)))
@@ -167,6 +169,9 @@ def build(
     check_disk(config, streamed, tier, host_kv)
     turn_mark = None if config.cache_dir is None else session_mark(model, config.weights)
     chunk_mark = None if config.chunk_store is None else model_mark(model, config.weights)
+    storage_codec = None
+    if config.storage_codec is not None:
+        storage_codec = ModelCodec.of(model, config.storage_codec, config.calibration)
     packed_mark = None if config.weights is None else f"{config.weights} {fingerprint(unwrapped(model))}"
     memory = MemoryLimit(config.kv_limit, pinned=tier is not None) if host_kv is None else host_kv.limits
     scheduler = _scheduler(config, memory)
@@ -192,7 +197,7 @@ def build(
         closing.callback(prefix_store.close)
     in_one_memory = tier is None and host_kv is None
     prefix_cache = _prefix_cache(config, memory, prefix_store, requests, in_one_memory)
-    decode_groups = _decode_groups(config, packed, memory, tokenizer, tier, host_kv)
+    decode_groups = _decode_groups(config, packed, memory, tokenizer, tier, host_kv, storage_codec)
     default_cache = decode_groups.complete(CacheOptions())
     cache_factory = decode_groups.group(default_cache).cache_factory
     sessions = _sessions(config, packed, turn_mark, cache_factory, prefix_cache, closing)
@@ -220,6 +225,7 @@ def build(
         chunk_reuse=chunk_reuse,
         chunk_loads=chunk_loads,
         sessions=sessions,
+        storage_codec=storage_codec,
         file_loads=tuple(loads for loads in (chunk_loads, of_sessions) if loads is not None),
     )
 
@@ -277,6 +283,7 @@ def _decode_groups(
     tokenizer: Any,
     tier: DiskTier | None,
     host_kv: HostKV | None,
+    storage_codec: ModelCodec | None,
 ) -> DecodeGroups:
     choice = config.choice.on([(layer.key_dim, layer.value_dim) for layer in model.layers])
     groups = DecodeGroups(
@@ -287,7 +294,7 @@ def _decode_groups(
         memory,
         config.page_slots,
         tokenizer,
-        loaded(config.calibration),
+        format_calibration(config),
         tier,
         config.reach(model.context_length),
         config.fit,
@@ -295,6 +302,7 @@ def _decode_groups(
         floor=config.budget_floor,
         host_kv=host_kv,
         step_tokens=config.max_step_tokens,
+        sampled=None if storage_codec is None else storage_codec.sampled(config.page_slots),
     )
     for codec in filter(loses_by_bias, codecs_of(resolve(choice.codec))):
         warn_of_bias(codec, model.model)
@@ -344,6 +352,8 @@ def check_disk(
     Raises:
         OptionError: such a setting.
     """
+    if config.storage_codec is not None and not (tier is streamed is host_kv is None):
+        raise OptionError(f"storage_codec= {_IN_MEMORY}")
     if tier is not None and keeps_prompts(config.prefix_cache):
         raise OptionError(
             f"prefix_cache={config.prefix_cache!r} keeps pages of prompts in memory; leave it out where KV lies on a "

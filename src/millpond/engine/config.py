@@ -8,9 +8,10 @@ from typing import Any
 
 from millpond.budget import parse_bytes
 from millpond.cache.pages.page_slots import check_slots
-from millpond.cache.paging.choose import keeps_prompts, rule_named
+from millpond.cache.paging.choose import LIVE, keeps_prompts, rule_named
 from millpond.codec import before_rope, codec_text, codecs_of, resolve
 from millpond.engine.settings import EngineSettings
+from millpond.engine.storage_codec import check_storage
 from millpond.errors import OptionError
 from millpond.hf.cache_spec import budget_of, policy_of
 from millpond.hf.fit import check_bound, is_auto
@@ -61,6 +62,10 @@ class EngineConfig(EngineSettings):
             policy = rolling_policy(policy, method, bool(codecs))
         for each_codec in codecs:
             policy.check_codec(each_codec)
+        if self.storage_codec is not None:
+            check_storage(self, policy, codecs)
+            if self.prefix_cache == LIVE:  # codes are for what waits
+                object.__setattr__(self, "prefix_cache", True)
 
     @property
     def choice(self) -> Choice:

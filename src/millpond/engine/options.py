@@ -16,6 +16,7 @@ from millpond.engine.offload.plan import Plan
 from millpond.engine.settings import OnPressure, Overflow
 from millpond.hf.calibration.load import CalibrationSource
 from millpond.hf.fit import FitSource
+from millpond.hf.text_storage import TransformSource
 from millpond.models.weights.streamed import Verify
 from millpond.runner.runner_choice import Runner
 
@@ -27,7 +28,9 @@ class EngineOptions(TypedDict, total=False):
     options: Mapping[str, Any]
     budget: Budget | str | int | float | None
     codec: CodecSpec | None
-    calibration: CalibrationSource
+    calibration: CalibrationSource | TransformSource
+    storage_codec: str | None
+    storage_delay_s: float
     max_kl: float | None
     fit: FitSource
     kv_memory: str | int | None

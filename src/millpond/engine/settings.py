@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from millpond.engine.offload.plan import Plan
     from millpond.hf.calibration.load import CalibrationSource
     from millpond.hf.fit import FitSource
+    from millpond.hf.text_storage import TransformSource
     from millpond.models.weights.streamed import Verify
 
 #: What becomes of a text that is longer than the model's context.
@@ -55,7 +56,25 @@ class EngineSettings:
         "Number format of the entries, see 'millpond codecs'; \"0-1=bf16;*=int4\" by layer, "
         '"bf16:20%;int8:20%;int4" by age.',
     )
-    calibration: CalibrationSource = setting(None, "A file of 'millpond calibrate', for the codecs that need one.")
+    calibration: CalibrationSource | TransformSource = setting(
+        None,
+        "A file of 'millpond calibrate', for the codecs that need one.",
+        more="With `storage_codec` it is the model's transform file.",
+    )
+    storage_codec: str | None = setting(
+        None,
+        "Code what waits or travels in so many bits a number: transform:1.5; `calibration` is its file.",
+        more="Blocks of the prefix cache that nobody uses are coded, in memory and on its disk. Prompts are kept then "
+        'as with "lru" where `prefix_cache` is "live". With `deterministic` the prefix cache has no codes.',
+        metavar="CODEC",
+        default_text="nothing is coded",
+    )
+    storage_delay_s: float = setting(
+        2.0,
+        "With `storage_codec`: seconds from the last use of a block of the prefix cache until it is coded.",
+        at_least=0,
+        finite=True,
+    )
     max_kl: float | None = setting(
         None,
         "With `budget` auto: what predictions may differ from the full cache's, in nats.",

@@ -1,0 +1,170 @@
+"""Attention that tokens of a prompt get from sampled queries, by which a storage codec leaves some of them exact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from millpond.codec.transform.exact_tokens import LEAST_QUERIES, QUERY_STEP, SINKS, UNIT, above
+from millpond.kernels.args import AttentionShape
+
+
+class LayerSamples:
+    """Attention per query of the tokens of one prompt in one layer.
+
+    Every 16th query of the prompt is asked, about the tokens of its own unit alone: see
+    `millpond.codec.transform.exact_tokens.attention_per_query`. The log-sum-exp of the pass is its denominator, so that
+    no key outside the unit is read again.
+
+    Args:
+        threshold: Attention per query above which a token is exact.
+        blocks: Numbers of tokens, each a divisor of 256: besides units of 256 tokens, tokens are also judged in units
+            of these.
+
+    Attributes:
+        n: Tokens of the prompt so far; None where the samples have gaps, so that nothing can be said.
+    """
+
+    def __init__(self, threshold: float, blocks: Sequence[int] = ()) -> None:
+        self._threshold = threshold
+        self._done: dict[int, list[Tensor]] = {unit: [] for unit in (UNIT, *blocks)}  # (tokens,) bool, whole units
+        self._sums: dict[int, Tensor] = {}  # (Hkv, 256) of the unit that has begun
+        self._known = 0  # first tokens of the unit that has begun, which another request has read
+        self._given = torch.zeros(0, dtype=torch.bool)  # which of these are exact
+        self._shape = AttentionShape(1.0)
+        self.n: int | None = 0
+
+    def begin_with(self, exact: Tensor) -> None:
+        """Begin with tokens that were read before: which of them are exact, (n,) bool."""
+        assert not self.n, "a prompt begins once"
+        whole = len(exact) // UNIT * UNIT
+        for done in self._done.values():
+            done[:] = [exact[:whole]]
+        self._given, self._known, self.n = exact[whole:], len(exact) - whole, len(exact)
+
+    def observe(self, q: Tensor, lse: Tensor, keys: Tensor, shape: AttentionShape) -> None:
+        """Add the attention of a pass.
+
+        Args:
+            q: Queries (Hq, Q, D) of its tokens.
+            lse: Log of the denominators of their attention, (Hq, Q) float32.
+            keys: Keys (Hkv, N, D) of all tokens, in their order, the last ones those of the pass.
+            shape: Settings of the layer.
+        """
+        n = keys.shape[1]
+        begin = n - q.shape[1]
+        if self.n != begin:
+            self.n = None
+            return
+        self._shape = shape
+        for first in range(begin - begin % UNIT, n, UNIT):
+            low, high = max(first, begin), min(first + UNIT, n)
+            asked = range(low + (QUERY_STEP - 1 - low) % QUERY_STEP, high, QUERY_STEP)
+            if asked:
+                rows = slice(asked.start - begin, high - begin, QUERY_STEP)
+                self._add(first, asked, q[:, rows], lse[:, rows], keys[:, first:high])
+            if high == first + UNIT:
+                for unit, done in self._done.items():
+                    done.append(self._judged(unit, UNIT))
+                self._sums, self._known, self._given = {}, 0, self._given[:0]
+        self.n = n
+
+    def exact(self, unit: int = UNIT) -> Tensor:
+        """Return which tokens are exact, (n,) bool on the CPU.
+
+        The first four of a text are. Of the last tokens, whose unit is not complete, it is what was seen so far.
+
+        Args:
+            unit: 256, or one of the blocks.
+        """
+        assert self.n is not None, "the samples have no gaps"
+        rest = self.n % UNIT
+        exact = torch.cat([*self._done[unit], self._judged(unit, rest)])
+        exact[:SINKS] = True
+        return exact
+
+    def _add(self, first: int, asked: range, q: Tensor, lse: Tensor, keys: Tensor) -> None:
+        """Add the attention of queries (Hq, m, D) at `asked` to the tokens of a unit, whose keys are (Hkv, n, D)."""
+        heads, n = keys.shape[:2]
+        logits = q.float().reshape(heads, -1, q.shape[2]) @ keys.float().transpose(1, 2) * self._shape.scale
+        if self._shape.softcap:
+            logits = self._shape.softcap * torch.tanh(logits / self._shape.softcap)
+        attention = (logits.view(len(q), -1, n) - lse[..., None]).exp().view(heads, -1, len(asked), n).mean(1)
+        at = torch.tensor(asked, device=keys.device) - first
+        for unit in self._done:
+            seen = _sees(at, n, unit, self._shape.window)
+            sums = torch.where(seen, attention, 0).sum(1)
+            if unit in self._sums:
+                self._sums[unit][:, :n] += sums
+            else:
+                self._sums[unit] = torch.nn.functional.pad(sums, (0, UNIT - n))
+
+    def _judged(self, unit: int, n: int) -> Tensor:
+        """Return which of the first `n` tokens of the unit that has begun are exact, (n,) bool on the CPU."""
+        sums = self._sums.get(unit)
+        if sums is None:
+            exact = torch.zeros(n, dtype=torch.bool)
+        else:
+            at = torch.arange(QUERY_STEP - 1, n, QUERY_STEP, device=sums.device)
+            count = _sees(at, n, unit, self._shape.window).sum(0).clamp(min=LEAST_QUERIES)
+            exact = above((sums[:, :n] / count).max(0).values, self._threshold).cpu()
+        exact[: self._known] = self._given
+        return exact
+
+
+def _sees(at: Tensor, n: int, unit: int, window: int | None) -> Tensor:
+    """Return which of the first `n` tokens the queries `at` (m,) see behind them in their own unit, (m, n) bool."""
+    tokens = torch.arange(n, device=at.device)
+    behind = at[:, None] - tokens
+    return (behind > 0) & (behind < (window or UNIT)) & (at[:, None] // unit == tokens // unit)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSamples:
+    """Samples of one prompt in all layers with attention.
+
+    Attributes:
+        layers: Those of each layer.
+    """
+
+    layers: list[LayerSamples]
+
+    @property
+    def n(self) -> int | None:
+        """Tokens of the prompt that all layers have seen; None where they have gaps."""
+        (n, *others) = {layer.n for layer in self.layers}
+        return None if others else n
+
+    def has_seen(self, n: int) -> bool:
+        """Return whether all layers have seen the first `n` tokens."""
+        return self.n is not None and self.n >= n
+
+    def exact(self, unit: int = UNIT) -> Tensor:
+        """Return which tokens are exact, (layers, n) bool on the CPU, see `LayerSamples.exact`."""
+        return torch.stack([layer.exact(unit) for layer in self.layers])
+
+    def begin_with(self, exact: Tensor) -> None:
+        """Begin with tokens that were read before: which of them are exact, (layers, n) bool."""
+        for layer, own in zip(self.layers, exact, strict=True):
+            layer.begin_with(own)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledAttention:
+    """Rule by which prompts are sampled.
+
+    Attributes:
+        thresholds: Attention per query above which a token is exact, of each layer.
+        block: Tokens of a block of the prefix tree, see `LayerSamples`.
+    """
+
+    thresholds: tuple[float, ...]
+    block: int
+
+    def samples(self) -> AttentionSamples:
+        """Return the samples of a prompt that begins."""
+        blocks = [self.block] if self.block < UNIT else []
+        return AttentionSamples([LayerSamples(threshold, blocks) for threshold in self.thresholds])
