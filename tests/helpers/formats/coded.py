@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 import millpond as mp
+from millpond.cache.coded.text import unit_of
 from millpond.codec.transform.coding import decode
 from millpond.codec.transform.page import PageAddress
 from millpond.codec.transform.prompt_header import LayerHeader, SideHeader
 from millpond.codec.transform.transform_file import load_transform
-from millpond.hf.stored_text import unit_of
 from tests.helpers.formats.documents import NEW, parts
 from tests.helpers.formats.model import DATA, greedy, ids, of_heads
 
