@@ -48,6 +48,7 @@ class EngineChoice(OptionGroup):
         "storage_codec",
         "storage_delay_s",
         "swap_to",
+        "preemption",
         "overflow",
         "on_pressure",
         "runner",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from millpond.cache.coded.text import CodedText
 from millpond.engine.detokenizer import Writer
 from millpond.engine.outputs import Completion, FinishReason, Forgotten, KVStats, TokenLogprob
 from millpond.engine.sampling.params import SamplingParams
@@ -44,6 +45,7 @@ class CompletionState:
         kv: Size of its cache; set by the engine.
         shared: Tokens of its prompt that others had read; set by the engine.
         reuse: Tokens from a chunk store or an earlier turn; set by the engine.
+        codes: Codes that the beginning of its cache was decoded from; None: there are none. Set by the engine.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class CompletionState:
         self.forgotten: tuple[Forgotten, ...] = ()
         self.shared = 0
         self.reuse = ReuseCounts()
+        self.codes: CodedText | None = None
         self._params = params
         self.max_new_tokens = max_new_tokens
         self._ends = frozenset() if params.ignore_eos else ends
@@ -86,7 +89,7 @@ class CompletionState:
 
     def begin_again(self) -> None:
         """Start again with an empty cache, which reads the prompt and then the tokens it has."""
-        self._n_fed, self.shared, self.reuse = 0, 0, ReuseCounts()
+        self._n_fed, self.shared, self.reuse, self.codes = 0, 0, ReuseCounts(), None
 
     def replay(self) -> None:
         """Take the next of the tokens that it already has."""

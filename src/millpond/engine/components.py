@@ -22,6 +22,7 @@ from millpond.codec import codecs_of, resolve
 from millpond.engine.cache_snapshots import SnapshotStore
 from millpond.engine.chunks.loaded import LoadedChunks
 from millpond.engine.chunks.reuse import ChunkLoadSource, ChunkReuse, model_mark
+from millpond.engine.coded.sequence_codec import SequenceCodec, check_codes
 from millpond.engine.config import EngineConfig
 from millpond.engine.decode_groups import DecodeGroups
 from millpond.engine.file_loads import FileLoads
@@ -86,6 +87,7 @@ class Components:
         chunk_loads: Chunks that are read from files before their prompts begin; None: none are.
         sessions: Stored turns; None: finished turns are not stored.
         storage_codec: Codec of what waits or travels; None: nothing is coded.
+        sequence_codec: The same for whole sequences; None: they are stored and sent as they are.
         file_loads: All loads that requests may wait for.
         counts: Counters so far, by fields of `EngineStats`.
     """
@@ -111,6 +113,7 @@ class Components:
     chunk_loads: FileLoads[LoadedChunks] | None
     sessions: SessionReuse | None
     storage_codec: ModelCodec | None
+    sequence_codec: SequenceCodec | None
     file_loads: tuple[FileLoads[Any], ...]
     image_numbers: ImageNumbers = field(default_factory=ImageNumbers)
     counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_COUNTED, 0)))
@@ -138,6 +141,9 @@ class Components:
             prefix=self.prefix_cache.stats(),
             chunks=None if self.chunk_reuse is None else self.chunk_reuse.store.stats(),
             sessions=None,
+            swapped_bytes=sum(
+                state.private_cache.swapped_bytes for state in self.requests if state.private_cache is not None
+            ),
             **self.counts,
         )
 
@@ -200,7 +206,8 @@ def build(
     decode_groups = _decode_groups(config, packed, memory, tokenizer, tier, host_kv, storage_codec)
     default_cache = decode_groups.complete(CacheOptions())
     cache_factory = decode_groups.group(default_cache).cache_factory
-    sessions = _sessions(config, packed, turn_mark, cache_factory, prefix_cache, closing)
+    sequence_codec = _sequence_codec(config, packed, storage_codec, cache_factory, closing)
+    sessions = _sessions(config, packed, turn_mark, cache_factory, prefix_cache, sequence_codec, closing)
     of_sessions = None if sessions is None else sessions.loads
     if default_cache.budget is None:
         default_cache = replace(default_cache, budget=cache_factory.budget)
@@ -226,6 +233,7 @@ def build(
         chunk_loads=chunk_loads,
         sessions=sessions,
         storage_codec=storage_codec,
+        sequence_codec=sequence_codec,
         file_loads=tuple(loads for loads in (chunk_loads, of_sessions) if loads is not None),
     )
 
@@ -309,12 +317,31 @@ def _decode_groups(
     return groups
 
 
+def _sequence_codec(
+    config: EngineConfig, model: PackedModel, codec: ModelCodec | None, cache_factory: CacheFactory, closing: ExitStack
+) -> SequenceCodec | None:
+    """Return the codec of whole sequences.
+
+    Raises:
+        OptionError: caches that are to be stored in codes have none.
+    """
+    if codec is None or config.deterministic:
+        return None
+    where = "preemption='codes'" if config.preemption == "codes" else None if config.cache_dir is None else "cache_dir="
+    if where is not None:
+        check_codes(cache_factory, config.choice.method, codec.codec.name, where)
+    sequence_codec = SequenceCodec(codec, model)
+    closing.callback(sequence_codec.close)
+    return sequence_codec
+
+
 def _sessions(
     config: EngineConfig,
     model: PackedModel,
     mark: str | None,
     cache_factory: CacheFactory,
     prefix_cache: PrefixCache,
+    codec: SequenceCodec | None,
     closing: ExitStack,
 ) -> SessionReuse | None:
     if mark is None or config.cache_dir is None:
@@ -322,7 +349,7 @@ def _sessions(
     check_continues(cache_factory, config.choice.method)
     store = SessionStore(config.cache_dir, config.cache_disk or DEFAULT_DISK)
     closing.callback(store.close)
-    sessions = SessionReuse(store, model, mark, prefix_cache.make_room, prefix_cache.cached_tokens)
+    sessions = SessionReuse(store, model, mark, prefix_cache.make_room, prefix_cache.cached_tokens, codec)
     closing.callback(sessions.loads.close)
     return sessions
 

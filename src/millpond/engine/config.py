@@ -45,6 +45,7 @@ class EngineConfig(EngineSettings):
             raise OptionError(f"cache_disk={self.cache_disk!r} limits the files in cache_dir=; give that too")
         rule_named(self.prefix_cache, self.pager)
         self._check_prefix_disk()
+        self._check_preemption()
         check_format(self.weights)
         check_own_layers(self.runner, self.native_layers, weights=self.weights, deterministic=self.deterministic)
         self._check_blocks()
@@ -79,6 +80,30 @@ class EngineConfig(EngineSettings):
         """
         evicting = bool(self.options) or self.overflow == "rolling"
         return choose(self.method, self.budget, self.codec, self.preset, evicting)
+
+    def _check_preemption(self) -> None:
+        """Check that preempted requests can be coded, if they are to be.
+
+        Raises:
+            OptionError: there is no codec, or another setting that goes without one.
+        """
+        if self.preemption != "codes":
+            return
+        if self.storage_codec is None:
+            raise OptionError(
+                "preemption='codes' writes caches in a storage codec: give storage_codec='transform:1.5' and the "
+                "model's transform file as calibration, or leave preemption out"
+            )
+        if self.deterministic:
+            raise OptionError(
+                "preemption='codes' gives a request other bits than it had, and deterministic=True promises equal "
+                "ones; use preemption='swap'"
+            )
+        if self.swap_to is not None:
+            raise OptionError(
+                f"swap_to={str(self.swap_to)!r} takes pages as they are, and preemption='codes' keeps codes in the "
+                "host's memory; leave one of the two out"
+            )
 
     def _check_prefix_disk(self) -> None:
         """Check that a disk of the prefix cache has its size and a prefix cache.

@@ -246,6 +246,7 @@ class EngineStats:
         prefix: Figures of the prefix cache; None without one.
         restored_tokens: Counter of tokens of prompts that stored turns had read.
         sessions: Figures of the stored turns; None: none are stored.
+        swapped_bytes: Bytes on the host of the caches of preempted requests.
     """
 
     running: int
@@ -268,3 +269,4 @@ class EngineStats:
     prefix: PrefixStats | None = None
     restored_tokens: int = 0
     sessions: SessionStats | None = None
+    swapped_bytes: int = 0

@@ -161,12 +161,19 @@ class RequestState:
 
         No exact prompt may have such pages.
         """
-        return self.restored > 0 or bool(self.marks.forget) or (self.blend is not None and self.blend.tainted)
+        of_blend = self.blend is not None and self.blend.tainted
+        return self.restored > 0 or bool(self.marks.forget) or of_blend or self._was_coded
 
     @property
     def exact(self) -> bool:
         """Whether all tokens of its prompt are as the whole prompt would give them, before its method's plan."""
-        return self.restored_exact and not self.marks.forget and (self.blend is None or self.blend.exact)
+        of_blend = self.blend is None or self.blend.exact
+        return self.restored_exact and not self.marks.forget and of_blend and not self._was_coded
+
+    @property
+    def _was_coded(self) -> bool:
+        """Whether its cache, or that of an answer, was decoded from codes."""
+        return any(completion.codes is not None for completion in self.completions)
 
     @property
     def rolled(self) -> bool:

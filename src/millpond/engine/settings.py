@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 Overflow = Literal["refuse", "rolling"]
 #: "refuse" a request of whose prompt something would be evicted, or "evict" as its method does.
 OnPressure = Literal["refuse", "evict"]
+#: What a preempted request's cache becomes: "swap" moves its pages as they are, "codes" codes them.
+Preemption = Literal["swap", "codes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,8 @@ class EngineSettings:
         None,
         "Code what waits or travels in so many bits a number: transform:1.5; `calibration` is its file.",
         more="Blocks of the prefix cache that nobody uses are coded, in memory and on its disk. Prompts are kept then "
-        'as with "lru" where `prefix_cache` is "live". With `deterministic` the prefix cache has no codes.',
+        'as with "lru" where `prefix_cache` is "live". With `deterministic` the prefix cache has no codes. '
+        "Stored turns (`cache_dir`) and requests that move to other engines are coded too.",
         metavar="CODEC",
         default_text="nothing is coded",
     )
@@ -131,6 +134,12 @@ class EngineSettings:
     )
     swap_to: str | PathLike[str] | None = setting(
         None, "Folder for the caches of preempted requests.", default_text="the host's memory"
+    )
+    preemption: Preemption = setting(
+        "swap",
+        "What the caches of preempted requests become while they wait: swap moves their pages as they are; codes "
+        "writes them in `storage_codec`, in a tenth of the memory, and answers may differ.",
+        choices=get_args(Preemption),
     )
     page_slots: int = setting(DEFAULT_SLOTS, "Entries per page, a power of two.", at_least=1)
     runner: Runner = setting(

@@ -88,6 +88,7 @@ def gauges_of(stats: EngineStats) -> dict[str, tuple[str, int]]:
         "requests_running": ("Requests that hold pages and move.", stats.running),
         "requests_waiting": ("Requests that the engine has not begun.", stats.waiting),
         "requests_swapped": ("Requests whose pages lie in host memory.", stats.swapped),
+        "swapped_bytes": ("Bytes of preempted requests' caches in host memory.", stats.swapped_bytes),
         "kv_used_bytes": ("Bytes of pages in use.", stats.kv_bytes),
         "kv_reserved_bytes": ("Bytes of all pages, free ones included, and of states.", stats.kv_reserved),
         "state_bytes": ("Bytes of recurrent and convolution states of hybrids.", stats.state_bytes),
