@@ -35,8 +35,11 @@ class WorkerHandle(Protocol):
     pid: int
     node: str
 
-    async def open(self) -> tuple[int, int, CacheOptions]:
-        """Begin; return context length, vocabulary, and default cache options of requests."""
+    async def open(self) -> tuple[int, int, CacheOptions, str | None]:
+        """Begin; return context length, vocabulary, default cache options of requests, and the mark of its codes.
+
+        See `EngineWorker.open`.
+        """
         ...
 
     async def start(self, starts: Sequence[StartMessage]) -> None:

@@ -168,6 +168,11 @@ class AsyncLLM:
         return self._engine.cache
 
     @property
+    def codes(self) -> str | None:
+        """Mark of the codes in which its requests move, see `Engine.codes`."""
+        return self._engine.codes
+
+    @property
     def sessions(self) -> SessionStore | None:
         """Caches of finished turns on the disk; None: none are stored."""
         return self._engine.sessions

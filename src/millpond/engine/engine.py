@@ -138,6 +138,15 @@ class Engine:
         return None if self._parts.sessions is None else self._parts.sessions.store
 
     @property
+    def codes(self) -> str | None:
+        """Mark of the codes in which its requests move and its turns are stored: storage codec and transform.
+
+        None: they do so as they are.
+        """
+        codec = self._parts.sequence_codec
+        return None if codec is None else codec.mark
+
+    @property
     def grammars(self) -> Grammars:
         """Compiler of the rules that answers can be made to follow; compiles from any thread."""
         return self._sampler.grammars
