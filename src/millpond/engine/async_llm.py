@@ -400,13 +400,16 @@ class AsyncLLM:
                 self._let_leave(outputs)
                 step_s = time.monotonic() - began
                 self.busy_s += step_s
+            elif self._engine.idle_s is not None:
+                self._engine.tidy()
 
     def _wait(self) -> bool:
         """Wait until there is something to do, and return whether to continue; False: stop."""
         self._since = None
         with self._changed:
             while not (self._calls or self._engine.busy or self._closing or self._stopped):
-                self._changed.wait()
+                if not self._changed.wait(self._engine.idle_s):
+                    return True  # nothing came: there is time for what waits
             return not self._stopped and bool(self._calls or self._engine.busy or not self._closing)
 
     def _take_in(

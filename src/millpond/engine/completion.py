@@ -27,6 +27,7 @@ class ReuseCounts(NamedTuple):
     reused_tokens: int = 0
     recomputed_tokens: int = 0
     forgotten_tokens: int = 0
+    decoded_tokens: int = 0
     exact: bool = True
 
 

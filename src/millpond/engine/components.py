@@ -17,6 +17,7 @@ from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.paging.choose import LIVE, keeps_prompts, rule_named
 from millpond.cache.swap import SwapFiles
 from millpond.cache.tiered.block_store import BlockStore
+from millpond.cache.tiered.coded_block import BlockCodec
 from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.codec import codecs_of, resolve
 from millpond.engine.cache_snapshots import SnapshotStore
@@ -202,7 +203,9 @@ def build(
     if prefix_store is not None:
         closing.callback(prefix_store.close)
     in_one_memory = tier is None and host_kv is None
-    prefix_cache = _prefix_cache(config, memory, prefix_store, requests, in_one_memory)
+    coded = None if storage_codec is None else storage_codec.blocks(config.page_slots, packed.dtype)
+    prefix_cache = _prefix_cache(config, memory, prefix_store, requests, in_one_memory, coded)
+    closing.callback(prefix_cache.close)
     decode_groups = _decode_groups(config, packed, memory, tokenizer, tier, host_kv, storage_codec)
     default_cache = decode_groups.complete(CacheOptions())
     cache_factory = decode_groups.group(default_cache).cache_factory
@@ -258,15 +261,22 @@ def _batch_row_bytes(config: EngineConfig, model: PackedModel, tier: DiskTier | 
 
 
 def _prefix_cache(
-    config: EngineConfig, memory: MemoryLimit, store: BlockStore | None, requests: RequestTable, in_one_memory: bool
+    config: EngineConfig,
+    memory: MemoryLimit,
+    store: BlockStore | None,
+    requests: RequestTable,
+    in_one_memory: bool,
+    codec: BlockCodec | None,
 ) -> PrefixCache:
     """Return the prefix cache.
 
-    Requests in flight share nothing where KV lies on a disk or on several tiers.
+    Requests in flight share nothing where KV lies on a disk or on several tiers. A deterministic engine has no codes
+    there.
     """
     rule = rule_named(config.prefix_cache, config.pager)
     if config.prefix_cache != LIVE:
-        return PrefixCache(memory, rule, config.prompt_block or 1, store)
+        codec = None if config.deterministic or rule is None else codec
+        return PrefixCache(memory, rule, config.prompt_block or 1, store, codec=codec, delay_s=config.storage_delay_s)
     return PrefixCache(memory, rule if in_one_memory else None, config.prompt_block or 1, in_flight=requests)
 
 
@@ -379,7 +389,7 @@ def check_disk(
     Raises:
         OptionError: such a setting.
     """
-    if config.storage_codec is not None and not (tier is streamed is host_kv is None):
+    if config.storage_codec is not None and any(part is not None for part in (tier, streamed, host_kv)):
         raise OptionError(f"storage_codec= {_IN_MEMORY}")
     if tier is not None and keeps_prompts(config.prefix_cache):
         raise OptionError(

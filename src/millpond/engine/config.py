@@ -41,6 +41,8 @@ class EngineConfig(EngineSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_slots(self.page_slots)
+        if self.storage_codec is not None and self.prefix_cache == LIVE:  # codes are for what waits
+            object.__setattr__(self, "prefix_cache", True)
         if self.cache_disk is not None and self.cache_dir is None:
             raise OptionError(f"cache_disk={self.cache_disk!r} limits the files in cache_dir=; give that too")
         rule_named(self.prefix_cache, self.pager)
@@ -65,8 +67,6 @@ class EngineConfig(EngineSettings):
             policy.check_codec(each_codec)
         if self.storage_codec is not None:
             check_storage(self, policy, codecs)
-            if self.prefix_cache == LIVE:  # codes are for what waits
-                object.__setattr__(self, "prefix_cache", True)
 
     @property
     def choice(self) -> Choice:

@@ -257,6 +257,17 @@ class Engine:
         """Whether a step would do or report anything."""
         return bool(self._requests or self._changed_outside_step)
 
+    @property
+    def idle_s(self) -> float | None:
+        """Seconds until `tidy` has something to do while no request is in flight; None: nothing."""
+        return self._parts.prefix_cache.due_s
+
+    def tidy(self) -> None:
+        """Do what waits for a moment without requests: blocks that nobody uses are coded."""
+        self._parts.prefix_cache.advance()
+        self._parts.trim()
+        self._stats = self._parts.stats()
+
     def drain(self) -> list[RequestOutput]:
         """Step until no request is left, and return the last output of each."""
         finished_outputs: list[RequestOutput] = []
@@ -464,6 +475,7 @@ class Engine:
             elif not changed:
                 for loads in self._parts.file_loads:
                     loads.wait()
+                self._parts.prefix_cache.wait()
         except Exception as error:
             changed += self._fail_step(groups, reading, error)
             if self._faults.fatal:
@@ -472,6 +484,7 @@ class Engine:
         finally:
             self.in_step = ()
         self._parts.prefix_cache.release_unheld()
+        self._parts.prefix_cache.advance()
         if not self._requests:
             self._parts.trim()
         self._stats = self._parts.stats()

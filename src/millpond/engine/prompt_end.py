@@ -10,8 +10,8 @@ from millpond.cache.batch_cache import Pages
 from millpond.engine.components import Components
 from millpond.engine.decode_group import figures_of
 from millpond.engine.forget import record_forgotten
-from millpond.engine.prefix_cache import sum_pages
 from millpond.engine.request_state import RequestState
+from millpond.engine.sharing import sum_pages
 
 
 class PromptEnd:

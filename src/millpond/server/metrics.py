@@ -147,6 +147,9 @@ def _of_prefix_cache(prefix: PrefixStats) -> Iterator[Metric]:
         "prefix_blocks": ("Blocks that the prefix cache holds.", prefix.blocks),
         "prefix_sums_bytes": ("Bytes of sums over queries at breakpoints.", prefix.sums_bytes),
         "prefix_disk_blocks": ("Blocks of prompts on the disk.", prefix.disk_blocks),
+        "prefix_disk_bytes": ("Their bytes.", prefix.disk_bytes),
+        "prefix_coded_blocks": ("Blocks of prompts with codes in memory.", prefix.coded_blocks),
+        "prefix_coded_bytes": ("Bytes of these codes.", prefix.coded_bytes),
     }
     yield from _families(GaugeMetricFamily, "", gauges, {"rule": prefix.rule})
     counters = {
@@ -155,6 +158,11 @@ def _of_prefix_cache(prefix: PrefixStats) -> Iterator[Metric]:
         "prefix_block_hits": ("Blocks of prompts that were taken from the prefix cache.", prefix.hits),
         "prefix_block_misses": ("Blocks of prompts that were not in the prefix cache.", prefix.misses),
         "prefix_blocks_evicted": ("Blocks that the paging rule chose to evict.", prefix.evicted),
+        "prefix_blocks_encoded": ("Blocks of prompts that were coded.", prefix.encoded),
+        "prefix_blocks_decoded": ("Blocks of prompts that were decoded.", prefix.decoded),
+        "prefix_encode_seconds": ("CPU seconds of coding blocks.", prefix.encode_s),
+        "prefix_decode_seconds": ("CPU seconds of decoding blocks.", prefix.decode_s),
+        "prefix_decoded_tokens": ("Tokens of prompts that came from codes.", prefix.decoded_tokens),
     }
     yield from _families(CounterMetricFamily, "", counters, {"rule": prefix.rule})
 

@@ -37,12 +37,14 @@ class StoredBlock:
 
     Attributes:
         runs: Numbers of the runs that hold its bytes, in their order.
-        counts: Pages of each layer.
+        counts: Pages of each layer; empty where it holds codes.
+        nbytes: Its bytes.
         on_evicted: Function that is called when the block is evicted.
     """
 
     runs: list[int]
     counts: list[int]
+    nbytes: int
     on_evicted: Callable[[], None]
 
 
@@ -93,7 +95,13 @@ class BlockStore:
             pages: Pages of each layer.
             on_evicted: Function that is called when the block is evicted, and not when it is freed.
         """
-        data = _packed(pools, pages)
+        return self._put(_packed(pools, pages), [len(ids) for ids in pages], on_evicted)
+
+    def put_codes(self, codes: Tensor, on_evicted: Callable[[], None]) -> StoredBlock | None:
+        """Write a block that is bytes already, (n,) uint8 on the CPU; see `put`."""
+        return self._put(codes, [], on_evicted)
+
+    def _put(self, data: Tensor, counts: list[int], on_evicted: Callable[[], None]) -> StoredBlock | None:
         runs: list[int] = []
         for begin in range(0, len(data), SLOT_BYTES):
             part = data[begin : begin + SLOT_BYTES]
@@ -102,7 +110,7 @@ class BlockStore:
                     self._extents.free(run)
                 return None
             runs.append(self._extents.write(partial(_fill, part), len(part), 1))
-        block = StoredBlock(runs, [len(ids) for ids in pages], on_evicted)
+        block = StoredBlock(runs, counts, len(data), on_evicted)
         self._blocks[block] = None
         return block
 

@@ -212,7 +212,7 @@ class BlockCodec:
         if (number, slots) != (first, self.slots):
             raise DataError(f"the block of tokens from {first} belongs to another place")
         place += 2 * layers
-        places = block[place : place + 2 * sum(counts)].clone().view(torch.int16).long().split(counts)
+        places = torch.split(block[place : place + 2 * sum(counts)].clone().view(torch.int16).long(), counts)
         place += 2 * sum(counts)
         exact = []
         for at, (heads, *dims) in zip(places, self.shapes, strict=True):

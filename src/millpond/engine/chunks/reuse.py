@@ -18,9 +18,9 @@ from millpond.engine.chunks.blend import ComputedChunk, PromptBlend, ReusedChunk
 from millpond.engine.chunks.loaded import ChunkSource, LoadedChunks, LoadingSource, StoreSource
 from millpond.engine.chunks.prompt import PromptSpan
 from millpond.engine.file_loader import LoadOrder
-from millpond.engine.prefix_cache import can_share
 from millpond.engine.request import CacheOptions
 from millpond.engine.request_state import RequestState
+from millpond.engine.sharing import can_share
 from millpond.errors import OptionError, UnsupportedModelError
 from millpond.hf.document import fingerprint
 from millpond.hf.model_profile import ModelProfile
