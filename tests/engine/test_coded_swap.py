@@ -66,6 +66,10 @@ def test_first_choices_are_those_of_the_undisturbed_answer(kind: str, bits: floa
     engine = engine_of(kind, preemption="codes", storage_codec=f"transform:{bits}")
     output, ((codes,),) = interrupted(engine, asked("moved", prompt(N, 3), NEW, known=expected))
     assert agreement(first_choices(output), expected) >= least
+    kv = output.completions[0].kv
+    assert kv is not None
+    assert (kv.decoded_tokens, kv.exact) == (N, False)
+    assert min(engine.stats().encode_s, engine.stats().decode_s) > 0
     assert codes.n_pages == (N + PAST - 1 - 64) // 32
     assert any((layer.at < codes.n_pages * 32).sum() > 4 for layer in codes.layers), "tokens are exact by attention"
     engine.close()

@@ -49,6 +49,9 @@ def test_an_answer_goes_on_elsewhere_close_to_what_it_was(kind: str, options: di
     output = continued(second, data)
     assert agreement(first_choices(output), expected) >= 0.94
     assert answer(output) == expected
+    kv = output.completions[0].kv
+    assert kv is not None
+    assert (kv.decoded_tokens, kv.exact) == (N, False)
     for engine in (first, second, plain):
         engine.close()
 

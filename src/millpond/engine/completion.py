@@ -92,6 +92,11 @@ class CompletionState:
         """Start again with an empty cache, which reads the prompt and then the tokens it has."""
         self._n_fed, self.shared, self.reuse, self.codes = 0, 0, ReuseCounts(), None
 
+    def decoded_from(self, codes: CodedText, n_tokens: int) -> None:
+        """Record that its cache, with so many tokens of its prompt, was decoded."""
+        self.codes = codes
+        self.reuse = self.reuse._replace(decoded_tokens=n_tokens, exact=False)
+
     def replay(self) -> None:
         """Take the next of the tokens that it already has."""
         self._n_fed += 1

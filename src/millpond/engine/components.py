@@ -129,6 +129,8 @@ class Components:
         """Return the figures of the engine now, without those of its sessions."""
         figures = [completion.kv for completion in self.requests.unfinished if completion.kv is not None]
         state_bytes = self.decode_groups.state_bytes
+        codec = self.sequence_codec
+        seconds = {"encode": 0.0, "decode": 0.0} if codec is None else codec.coder.seconds
         return EngineStats(
             running=self.scheduler.count(RequestStatus.PREFILL, RequestStatus.DECODE),
             waiting=self.scheduler.count(RequestStatus.WAITING),
@@ -145,6 +147,8 @@ class Components:
             swapped_bytes=sum(
                 state.private_cache.swapped_bytes for state in self.requests if state.private_cache is not None
             ),
+            encode_s=seconds["encode"],
+            decode_s=seconds["decode"],
             **self.counts,
         )
 

@@ -272,6 +272,8 @@ class EngineStats:
         restored_tokens: Counter of tokens of prompts that stored turns had read.
         sessions: Figures of the stored turns; None: none are stored.
         swapped_bytes: Bytes on the host of the caches of preempted requests.
+        encode_s: Counter of seconds in which sequences of requests were coded: of turns, preempted and sent requests.
+        decode_s: Counter of seconds in which they were decoded.
     """
 
     running: int
@@ -295,3 +297,5 @@ class EngineStats:
     restored_tokens: int = 0
     sessions: SessionStats | None = None
     swapped_bytes: int = 0
+    encode_s: float = 0.0
+    decode_s: float = 0.0

@@ -128,7 +128,7 @@ class Preemptor:
             return self._fail(state, error)
         if codes is not None:  # all answers share one sequence while their prompt is read
             for index, completion in enumerate(state.unfinished):
-                completion.codes = codes[min(index, len(codes) - 1)]
+                completion.decoded_from(codes[min(index, len(codes) - 1)], scheduled.num_computed_tokens)
         if scheduled.num_computed_tokens == scheduled.num_prompt_tokens:
             state.group = state.group.with_room(len(state.unfinished))
             state.group.join(state.private_cache, state.unfinished)

@@ -115,7 +115,8 @@ class PromptStart:
         if state.restored:
             self._counts["restored_tokens"] += n_tokens
             for completion in state.completions:
-                completion.reuse = ReuseCounts(restored_tokens=n_tokens, exact=state.restored_exact)
+                decoded = 0 if completion.codes is None else n_tokens
+                completion.reuse = ReuseCounts(n_tokens, decoded_tokens=decoded, exact=state.restored_exact)
             record_dropped(state)
             return
         self._counts["shared_tokens"] += n_tokens if state.completions else 0

@@ -100,7 +100,7 @@ def gauges_of(stats: EngineStats) -> dict[str, tuple[str, int]]:
     return gauges
 
 
-def counters_of(stats: EngineStats) -> dict[str, tuple[str, int]]:
+def counters_of(stats: EngineStats) -> dict[str, tuple[str, float]]:
     """Return what an engine has done since its start: texts and numbers, by their names' ends."""
     return {
         "prompt_tokens": ("Tokens read.", stats.prompt_tokens),
@@ -109,6 +109,8 @@ def counters_of(stats: EngineStats) -> dict[str, tuple[str, int]]:
         "prefix_hit_tokens": ("Tokens of prompts that were read from shared pages.", stats.shared_tokens),
         "chunk_reused_tokens": ("Tokens of prompts that came from the chunk store.", stats.reused_tokens),
         "session_restored_tokens": ("Tokens of prompts that stored turns had read.", stats.restored_tokens),
+        "sequence_encode_seconds": ("Seconds of coding turns, preempted and sent requests.", stats.encode_s),
+        "sequence_decode_seconds": ("Seconds of decoding them.", stats.decode_s),
         "preemptions": ("Requests that had to make room.", stats.preemptions),
         "requests_finished": ("Requests that ended, however.", stats.finished),
     }

@@ -101,8 +101,9 @@ def test_what_follows_is_what_follows_exact_turns(tmp_path: Path) -> None:
     engine = engine_in(tmp_path / "codes")
     output = turn(engine, words, known=expected)
     assert restored(output) == 500 + NEW - 1
-    assert output.completions[0].kv is not None
-    assert not output.completions[0].kv.exact
+    kv = output.completions[0].kv
+    assert kv is not None
+    assert (kv.decoded_tokens, kv.exact) == (500 + NEW - 1, False)
     assert agreement(first_choices(output), expected) >= 0.9
     engine.close()
 

@@ -295,11 +295,11 @@ class RequestTransfer:
                 if snapshot.codes is None:
                     self._fill(batch_cache, cache_factory, cache, ids, state)
                 else:
-                    completion.codes = self._fill_decoded(batch_cache, cache_factory, cache, ids, state)
+                    codes = self._fill_decoded(batch_cache, cache_factory, cache, ids, state)
+                    for own in unfinished if share_cache else [completion]:
+                        own.decoded_from(codes, len(state.ids))
             if share_cache:
                 batch_cache.select([0] * len(unfinished))
-                for completion in unfinished:
-                    completion.codes = unfinished[0].codes
         except BaseException:
             batch_cache.clear()
             raise
