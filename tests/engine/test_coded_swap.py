@@ -14,7 +14,7 @@ from millpond.engine.engine import Engine
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import CacheOptions
 from millpond.engine.request_state import RequestState
-from millpond.errors import DataError, OptionError
+from millpond.errors import NumericsError, OptionError
 from tests.helpers.engine.coded import CODEC, agreement, answer, asked, engine_of, first_choices, prompt, run
 
 N, NEW = 600, 40
@@ -163,7 +163,8 @@ def test_others_step_on_while_codes_are_decoded(monkeypatch: pytest.MonkeyPatch)
     engine.close()
 
 
-def test_damaged_codes_end_their_request_alone() -> None:
+def test_a_request_with_damaged_codes_reads_its_prompt_again() -> None:
+    expected = undisturbed()[:30]
     engine = engine_of(preemption="codes")
     engine.add(asked("other", prompt(50, 4), 60, priority=-1))
     engine.add(asked("waits", prompt(N, 3), 30))
@@ -174,7 +175,24 @@ def test_damaged_codes_end_their_request_alone() -> None:
     (text,) = state.private_cache._coded._coded.result()
     text.layers[1].pages[0][2, 20] ^= 1
     found = run(engine)
-    assert isinstance(found["waits"].error, DataError)
+    assert answer(found["waits"]) == expected
+    assert state.exact
+    assert len(answer(found["other"])) == 60
+    assert engine.stats().kv_bytes == 0
+
+
+def test_a_request_whose_codes_cannot_be_made_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: CodedSequences) -> Any:
+        raise NumericsError("no number")
+
+    monkeypatch.setattr(CodedSequences, "_code", broken)
+    engine = engine_of(preemption="codes")
+    engine.add(asked("other", prompt(50, 4), 60, priority=-1))
+    engine.add(asked("waits", prompt(N, 3), 30))
+    run(engine, PAST)
+    preempt(engine, "waits")
+    found = run(engine)
+    assert isinstance(found["waits"].error, NumericsError)
     assert len(answer(found["other"])) == 60
     assert engine.stats().kv_bytes == 0
     engine.close()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from millpond.cache.coded import coder
 from millpond.cluster.event_loop import BackgroundTasks
 from millpond.cluster.worker_pool import WorkerPool
 from millpond.engine.engine import Engine
@@ -71,6 +72,30 @@ def test_codes_travel_on_as_they_are() -> None:
     assert len(answer(continued(first, again))) == 60
     first.close()
     second.close()
+
+
+def test_a_copy_goes_on_from_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is new is coded, and the request that was copied is as exact as before."""
+    engine, coded = engine_of(), []
+    encode = coder.encode
+    monkeypatch.setattr(coder, "encode", lambda *args: coded.append(len(args[2][0])) or encode(*args))
+    engine.add(asked("copied", prompt(N, 3), 120))
+    run(engine, 3)
+    first = engine.checkpoint("copied")
+    assert first is not None
+    assert coded == [(N + 2 - 64) // 32 * 32] * 2
+    run(engine, 80)
+    second = engine.checkpoint("copied")
+    assert second is not None
+    assert coded[2:] == [((N + 79 - 64) // 32 - (N + 2 - 64) // 32) * 32] * 2
+    output = run(engine)["copied"]
+    kv = output.completions[0].kv
+    assert kv is not None
+    assert kv.exact
+    other = engine_of()
+    assert len(answer(continued(other, second))) == 120
+    engine.close()
+    other.close()
 
 
 def test_several_answers_move() -> None:

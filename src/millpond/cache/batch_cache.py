@@ -260,6 +260,11 @@ class BatchCache:
         """Whether the pages are outside the pool."""
         return self._swapped is not None
 
+    @property
+    def is_coded(self) -> bool:
+        """Whether what was swapped out is in codes."""
+        return self._coded is not None
+
     def swap_out(self, files: SwapFiles | None = None, coding: SwapCoding | None = None) -> None:
         """Copy all pages and states to the host's memory, or to a file, and release them.
 

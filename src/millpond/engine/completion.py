@@ -47,6 +47,8 @@ class CompletionState:
         shared: Tokens of its prompt that others had read; set by the engine.
         reuse: Tokens from a chunk store or an earlier turn; set by the engine.
         codes: Codes that the beginning of its cache was decoded from; None: there are none. Set by the engine.
+        copied: Codes of the last copy of its cache, which the next one goes on from; None: there was none. Set by the
+            engine.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class CompletionState:
         self.shared = 0
         self.reuse = ReuseCounts()
         self.codes: CodedText | None = None
+        self.copied: CodedText | None = None
         self._params = params
         self.max_new_tokens = max_new_tokens
         self._ends = frozenset() if params.ignore_eos else ends
@@ -90,7 +93,7 @@ class CompletionState:
 
     def begin_again(self) -> None:
         """Start again with an empty cache, which reads the prompt and then the tokens it has."""
-        self._n_fed, self.shared, self.reuse, self.codes = 0, 0, ReuseCounts(), None
+        self._n_fed, self.shared, self.reuse, self.codes, self.copied = 0, 0, ReuseCounts(), None, None
 
     def decoded_from(self, codes: CodedText, n_tokens: int) -> None:
         """Record that its cache, with so many tokens of its prompt, was decoded."""

@@ -38,6 +38,7 @@ class Preemptor:
         self._scheduler, self._requests = parts.scheduler, parts.requests
         self._prefix_cache, self._shared_prefixes = parts.prefix_cache, parts.shared_prefixes
         self._swap_files, self._tier = parts.swap_files, parts.disk_tier
+        self._file_loads = parts.file_loads
         self._decoding: list[RequestState] = []  # preempted, and their codes are being decoded
         self._codec = parts.sequence_codec if parts.config.preemption == "codes" else None
 
@@ -121,9 +122,12 @@ class Preemptor:
         if not self._prefix_cache.make_room(state.private_cache.pages_to_swap_in()):
             self._scheduler.postpone_resume(scheduled)
             return
+        was_coded = state.private_cache.is_coded
         try:
             codes = state.private_cache.swap_in()
         except Exception as error:
+            if was_coded and isinstance(error, DataError):
+                return self._begin_again(state)
             self._scheduler.postpone_resume(scheduled)
             return self._fail(state, error)
         if codes is not None:  # all answers share one sequence while their prompt is read
@@ -133,6 +137,14 @@ class Preemptor:
             state.group = state.group.with_room(len(state.unfinished))
             state.group.join(state.private_cache, state.unfinished)
             state.private_cache = None
+
+    def _begin_again(self, state: RequestState) -> None:
+        """Let a request whose codes are damaged read its prompt again, and then the tokens that it has."""
+        state.begin_again()
+        self._scheduler.restart(state.scheduled, len(state.unfinished))
+        for loads in self._file_loads:
+            loads.forget(state)
+            loads.add(state)
 
     def _reserve(self, scheduled: SchedulerRequest, tier: DiskTier) -> None:
         """Reserve the disk space of a request that begins; where it is missing the request ends."""

@@ -112,10 +112,11 @@ class SequenceCodec:
         finally:
             single_cache.clear()
 
-    def code(self, entries: SequenceEntries, facts: SequenceFacts) -> dict[str, Tensor]:
-        """Return a sequence as named tensors with codes."""
+    def code(self, entries: SequenceEntries, facts: SequenceFacts) -> tuple[dict[str, Tensor], CodedText]:
+        """Return a sequence as named tensors with codes, and the codes."""
         text = self.coder.code(entries.layers, facts.exact, facts.ids, facts.codes)
-        return {**entries.others, **{CODES + name: tensor for name, tensor in text_tensors(text).items()}}
+        codes = {CODES + name: tensor for name, tensor in text_tensors(text).items()}
+        return {**entries.others, **codes}, text
 
     # ------------------------------------------------------------------ out of codes
 

@@ -340,7 +340,7 @@ class SessionReuse:
         facts = SequenceFacts(ids, exact_positions(state, len(codec.coder.transform.layers)), completion.codes)
 
         def finish(turn: StoredTurn) -> StoredTurn:
-            return replace(turn, tensors=codec.code(entries, facts), codes=codec.mark)
+            return replace(turn, tensors=codec.code(entries, facts)[0], codes=codec.mark)
 
         turn = StoredTurn(ids, entries.tensors(), exact=False)
         self.store.put(state.request.cache_salt, self._scope(cache_factory, False, codec.mark), turn, finish)

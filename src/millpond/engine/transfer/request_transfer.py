@@ -107,7 +107,9 @@ class RequestTransfer:
                 if entries is None:
                     break
                 ids = np.concatenate([state.ids_array, np.array(completion.tokens[:-1], dtype=np.int64)])
-                coded.append(codec.code(entries, SequenceFacts(ids, positions, completion.codes)))
+                facts = SequenceFacts(ids, positions, completion.codes or completion.copied)
+                tensors, completion.copied = codec.code(entries, facts)
+                coded.append(tensors)
             else:
                 return coded, codec.mark
         return [sequence_tensors(cache_factory, batch_cache, sequence) for sequence in distinct], None
