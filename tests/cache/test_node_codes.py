@@ -16,7 +16,7 @@ from millpond.cache.node_codes import NodeCodes
 from millpond.cache.pages.memory_limit import MemoryLimit, SumMemory
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import PagePool
-from millpond.cache.prefix_node import Behind, PrefixNode
+from millpond.cache.prefix_node import Behind, Coding, PrefixNode
 from millpond.cache.prefix_tree import PrefixTree
 from millpond.cache.swap import read_pages, write_pages
 from millpond.cache.tiered.block_store import BlockStore
@@ -68,7 +68,7 @@ class Held:
                 self.write(node.pages[0], float(node.codes.view(torch.float64)))
         table = self.table(text, path)
         exact = torch.zeros(1, len(text), dtype=torch.bool)
-        self.tree.keep("kind", text, [table], request, exact=lambda: exact, behind=behind)
+        self.tree.keep("kind", text, [table], request, coding=Coding(lambda: exact, [None]), behind=behind)
         return table
 
     def code_due(self, most: int = 3) -> list[PrefixNode]:
