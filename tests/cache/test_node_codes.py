@@ -140,6 +140,16 @@ def test_blocks_behind_decoded_ones_are_not_taken_for_others() -> None:
     assert len(held.tree) == 5
 
 
+def test_what_was_decoded_is_not_coded_again() -> None:
+    held = Held(0.0)
+    exact = torch.zeros(1, len(TEXT), dtype=torch.bool)
+    coding = Coding(lambda: exact, [None], first=2)
+    held.tree.keep("kind", TEXT, [held.table(TEXT, [])], 1, coding=coding, behind=0)
+    path = held.path(*TEXT.tolist())
+    assert [node.exact is None for node in path] == [True, True, False, False, False]
+    assert all(isinstance(node.key[0], Behind) for node in path)
+
+
 def test_a_node_goes_with_all_that_follow_it(tmp_path: Path) -> None:
     held = Held(0.0, BlockStore(tmp_path, 1 << 20))
     for last in range(3):

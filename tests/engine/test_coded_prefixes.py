@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 
 import millpond as mp
 from millpond.cache.prefix_node import Behind, PrefixNode
+from millpond.engine.async_llm import AsyncLLM
+from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
 from millpond.engine.outputs import PrefixStats
 from millpond.engine.request import CacheOptions, Request
@@ -234,6 +237,31 @@ def test_formats_of_live_pages_have_codes_of_plain_numbers(codec: str) -> None:
         found.append(logprobs(ask(one, SECOND, "1"))[:1])
         one.close()
     assert (found[0] - found[1]).abs() < 0.2
+
+
+def test_a_server_codes_while_nothing_runs() -> None:
+    async def use() -> PrefixStats:
+        llm = AsyncLLM(
+            unhooked("gqa"),
+            EngineConfig(
+                method="full",
+                codec="auto",
+                storage_codec="transform:4",
+                storage_delay_s=0.05,
+                calibration=transform_of_tiny("gqa"),
+            ),
+            model_name="tiny",
+        )
+        async for _ in llm.stream(request(FIRST)):
+            pass
+        until = time.monotonic() + 20
+        while (prefix := llm.stats().prefix) is not None and prefix.coded_blocks < 7 and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+        await llm.close()
+        assert prefix is not None
+        return prefix
+
+    assert asyncio.run(use()).coded_blocks == 7
 
 
 def test_requests_that_wait_end_and_nothing_stays() -> None:
