@@ -29,6 +29,7 @@ from millpond.engine.offload.plan import Plan
 from millpond.engine.settings import OnPressure, Overflow
 from millpond.hf.calibration.load import CalibrationSource
 from millpond.hf.fit import FitSource
+from millpond.hf.text_storage import TransformSource
 from millpond.models.weights.streamed import Verify
 from millpond.runner.runner_choice import Runner
 '''

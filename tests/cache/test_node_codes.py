@@ -16,7 +16,7 @@ from millpond.cache.node_codes import NodeCodes
 from millpond.cache.pages.memory_limit import MemoryLimit, SumMemory
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import PagePool
-from millpond.cache.prefix_node import Behind, PrefixNode
+from millpond.cache.prefix_node import Behind, Coding, PrefixNode
 from millpond.cache.prefix_tree import PrefixTree
 from millpond.cache.swap import read_pages, write_pages
 from millpond.cache.tiered.block_store import BlockStore
@@ -68,7 +68,7 @@ class Held:
                 self.write(node.pages[0], float(node.codes.view(torch.float64)))
         table = self.table(text, path)
         exact = torch.zeros(1, len(text), dtype=torch.bool)
-        self.tree.keep("kind", text, [table], request, exact=lambda: exact, behind=behind)
+        self.tree.keep("kind", text, [table], request, coding=Coding(lambda: exact, [None]), behind=behind)
         return table
 
     def code_due(self, most: int = 3) -> list[PrefixNode]:
@@ -138,6 +138,16 @@ def test_blocks_behind_decoded_ones_are_not_taken_for_others() -> None:
     assert len(exact) == 3
     assert held.path(0, 0, 1, 1, 2, 2) == exact
     assert len(held.tree) == 5
+
+
+def test_what_was_decoded_is_not_coded_again() -> None:
+    held = Held(0.0)
+    exact = torch.zeros(1, len(TEXT), dtype=torch.bool)
+    coding = Coding(lambda: exact, [None], first=2)
+    held.tree.keep("kind", TEXT, [held.table(TEXT, [])], 1, coding=coding, behind=0)
+    path = held.path(*TEXT.tolist())
+    assert [node.exact is None for node in path] == [True, True, False, False, False]
+    assert all(isinstance(node.key[0], Behind) for node in path)
 
 
 def test_a_node_goes_with_all_that_follow_it(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 
 import millpond as mp
 from millpond.cache.prefix_node import Behind, PrefixNode
+from millpond.engine.async_llm import AsyncLLM
+from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
 from millpond.engine.outputs import PrefixStats
 from millpond.engine.request import CacheOptions, Request
@@ -22,10 +25,10 @@ COMMON = ids(200, 11).tolist()
 FIRST, SECOND = (COMMON + ids(101, seed).tolist() for seed in (12, 13))
 
 
-def engine_of(**options: Any) -> Engine:
+def engine_of(kind: str = "gqa", **options: Any) -> Engine:
     given = {"method": "full", "codec": "auto", "storage_codec": "transform:4", "storage_delay_s": 0.0}
-    given |= {"calibration": transform_of_tiny("gqa"), "max_step_tokens": 100}
-    return Engine(unhooked("gqa"), **(given | options))
+    given |= {"calibration": transform_of_tiny(kind), "max_step_tokens": 100}
+    return Engine(unhooked(kind), **(given | options))
 
 
 def request(prompt: list[int], name: str = "0", **rest: Any) -> Request:
@@ -203,6 +206,62 @@ def test_sums_stay_with_coded_blocks() -> None:
     found = ask(engine, SECOND, "1", cache=cache)
     assert (found.kv.shared_tokens, found.kv.decoded_tokens) == (6 * BLOCK, 4 * BLOCK)  # two wait for what follows
     engine.close()
+
+
+def test_sums_come_back_from_the_disk(tmp_path: Path) -> None:
+    engine = engine_of(kv_memory="150kB", prefix_disk="10MB", prefix_folder=tmp_path)
+    cache = CacheOptions(method="h2o", budget=64, codec="auto")
+    marks = mp.PromptMarks(breakpoints=(4 * BLOCK, 6 * BLOCK))
+    ask(engine, FIRST, cache=cache, marks=marks)
+    settle(engine)
+    for seed in range(20, 30):
+        ask(engine, ids(300, seed).tolist(), f"{seed}")
+        settle(engine)
+    first = nodes(engine)[5]
+    assert first.stored is not None
+    assert first.stored.sums
+    found = ask(engine, SECOND, "1", cache=cache)
+    assert (found.kv.shared_tokens, found.kv.decoded_tokens) == (6 * BLOCK, 4 * BLOCK)
+    reference = alone(SECOND, cache=cache)
+    assert (logprobs(found)[:1] - logprobs(reference)[:1]).abs() < 0.2
+    engine.close()
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "rotated4", "kivi4"])
+def test_formats_of_live_pages_have_codes_of_plain_numbers(codec: str) -> None:
+    engine, found = engine_of("wide", codec=codec), []
+    ask(engine, FIRST)
+    stats = settle(engine)
+    assert stats.coded_blocks == 7
+    for one in (engine, Engine(unhooked("wide"), method="full", codec=codec)):
+        found.append(logprobs(ask(one, SECOND, "1"))[:1])
+        one.close()
+    assert (found[0] - found[1]).abs() < 0.2
+
+
+def test_a_server_codes_while_nothing_runs() -> None:
+    async def use() -> PrefixStats:
+        llm = AsyncLLM(
+            unhooked("gqa"),
+            EngineConfig(
+                method="full",
+                codec="auto",
+                storage_codec="transform:4",
+                storage_delay_s=0.05,
+                calibration=transform_of_tiny("gqa"),
+            ),
+            model_name="tiny",
+        )
+        async for _ in llm.stream(request(FIRST)):
+            pass
+        until = time.monotonic() + 20
+        while (prefix := llm.stats().prefix) is not None and prefix.coded_blocks < 7 and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+        await llm.close()
+        assert prefix is not None
+        return prefix
+
+    assert asyncio.run(use()).coded_blocks == 7
 
 
 def test_requests_that_wait_end_and_nothing_stays() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -15,6 +15,7 @@ from millpond.cache.pages.pool import PageIds, PagePool
 from millpond.cache.pages.ref_counted_pool import Pool, RefCountedPool
 from millpond.cache.state.prompt_sums import PromptSums, SumKind
 from millpond.cache.tiered.block_store import StoredBlock
+from millpond.codec.basis import Basis
 
 Ids = npt.NDArray[np.int64]
 #: How many pages of each pool.
@@ -44,6 +45,21 @@ class SharedPages(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """What a storage codec needs of the blocks of a prompt.
+
+    Attributes:
+        exact: Returns which tokens of the prompt stay exact, (layers, n) bool.
+        bases: Basis of the numbers in pages of each layer; None for those of the model.
+        first: Number of the first block that the prompt has read itself; others are not coded again.
+    """
+
+    exact: Callable[[], Tensor]
+    bases: Sequence[Basis | None]
+    first: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class PrefixNode:
     """One block of tokens after a certain text, and its pages per layer, one for each KV head.
@@ -66,6 +82,7 @@ class PrefixNode:
         height: Blocks that have followed it, 2 at most.
         exact: Which of its tokens a storage codec leaves exact in each layer, (layers, slots) bool; None: unknown, and
             it is not coded.
+        bases: Basis of the numbers in its pages, of each layer; empty where it is not coded.
         codes: Its bytes in the storage codec, (n,) uint8; None: there are none in memory.
         decoded: Whether its pages come from codes.
     """
@@ -84,6 +101,7 @@ class PrefixNode:
     depth: int = 0
     height: int = 0
     exact: Tensor | None = field(default=None, repr=False)
+    bases: Sequence[Basis | None] = field(default=(), repr=False)
     codes: Tensor | None = field(default=None, repr=False)
     decoded: bool = False
 
@@ -106,6 +124,10 @@ class PrefixNode:
     def is_unheld(self) -> bool:
         """Whether some page has no other holder than the tree."""
         return any(bool((pool.refs(ids) == 1).any()) for pool, ids in self.held())
+
+    def has_stored(self, kind: SumKind) -> bool:
+        """Return whether sums of a kind are with it on the disk."""
+        return self.stored is not None and any(form.kind == kind for form in self.stored.sums)
 
     @property
     def frees_memory(self) -> bool:

@@ -18,16 +18,15 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from millpond.cache.node_codes import NodeCodes
 from millpond.cache.pages.memory_limit import SumMemory
 from millpond.cache.pages.pool import PageIds
 from millpond.cache.pages.ref_counted_pool import Pool, RefCountedPool
 from millpond.cache.paging.lru import LeastRecentlyUsed
 from millpond.cache.paging.rule import PageFacts, PagingRule
-from millpond.cache.prefix_node import Behind, Ids, Pages, PrefixNode, SharedPages, key_of
+from millpond.cache.prefix_node import Behind, Coding, Ids, Pages, PrefixNode, SharedPages, key_of
 from millpond.cache.state.prompt_sums import PromptSums, SumKind
+from millpond.cache.state.sum_bytes import pack_sums, unpack_sums
 from millpond.cache.tiered.block_store import BlockStore, unpack
 from millpond.errors import DataError
 
@@ -159,7 +158,7 @@ class PrefixTree:
         tables: Sequence[SharedPages],
         request: int | None = None,
         slots: int | None = None,
-        exact: Callable[[], Tensor] | None = None,
+        coding: Coding | None = None,
         behind: int | None = None,
     ) -> list[PrefixNode]:
         """Hold the full blocks of a prompt of one sequence, and return their nodes.
@@ -173,21 +172,21 @@ class PrefixTree:
             request: Number shared by all parts of one prompt, which begin with the parts before them; None if this is
                 all of it.
             slots: Tokens of a block; None: those of a page.
-            exact: Returns which tokens of the prompt a storage codec leaves exact, (layers, n) bool; None: new nodes
-                are not coded.
+            coding: What a storage codec needs of new nodes; None: they are not coded.
             behind: Number of the block from which on those of the prompt are decoded or behind decoded ones; None: none
                 are.
         """
         slots = slots or tables[0].pool.slots
         path = self.find(kind, tokens, slots, behind=behind is not None)
         num_cached = len(path)
-        exact_tokens = None if exact is None or num_cached == len(tokens) // slots else exact()
+        exact = None if coding is None or num_cached == len(tokens) // slots else coding.exact()
         for number in range(num_cached, len(tokens) // slots):
             pages = [table.page_column(number) for table in tables]
             own = slice(number * slots, (number + 1) * slots)
             of_kind = kind if behind is None or number < behind else Behind(kind)
             node = self._add(of_kind, path[-1] if path else None, tokens[own], [table.pool for table in tables], pages)
-            node.exact = None if exact_tokens is None else exact_tokens[:, own].clone()
+            if coding is not None and exact is not None and number >= coding.first:
+                node.exact, node.bases = exact[:, own].clone(), coding.bases
             path.append(node)
         for table in tables:
             table.share()
@@ -349,7 +348,7 @@ class PrefixTree:
             chained = hash((kind, None if parent is None else parent.hash, key[-1])) & 0xFFFFFFFFFFFFFFFF
             node = self._blocks[key] = PrefixNode(key, parent, pools, pages, -1, chained)
             node.depth = 0 if parent is None else parent.depth + 1
-        node.pools, node.pages, node.decoded = pools, pages, False
+        node.pools, node.pages, node.decoded, node.exact = pools, pages, False, None
         for pool in set(pools):
             pool.holders.add(self)
         self._pools.update(pools)
@@ -389,6 +388,8 @@ class PrefixTree:
         stored = node.stored
         for pool, n in zip(node.pools, [] if stored is None else stored.counts, strict=False):
             need[pool] += n
+        if stored is not None and stored.sums:
+            need[self.sum_memory] = sum(form.nbytes for form in stored.sums)
         if self.codes is not None and stored is not None and not stored.counts:
             need[self.codes.memory] = stored.nbytes
         if not room(dict(need)) or stored is None or node.stored is None:  # it made room for those that left meanwhile
@@ -401,11 +402,14 @@ class PrefixTree:
             return False
         if stored.counts:
             node.pages = [pool.allocate(n) for pool, n in zip(node.pools, stored.counts, strict=True)]
-            unpack(node.pools, node.pages, data)
+            unpack(node.pools, node.pages, data[: stored.nbytes])
         self._enter(node)
         if not stored.counts:
             assert self.codes is not None, "it was coded"
-            self.codes.take(node, data)
+            self.codes.take(node, data[: stored.nbytes].clone() if stored.sums else data)
+        device = node.pools[0].arrays.device
+        for kind, sums in unpack_sums(data[stored.nbytes :], stored.sums, device).items():
+            self.keep_sums(node, kind, sums)
         self.returned += 1
         return True
 
@@ -413,10 +417,11 @@ class PrefixTree:
         """Evict a node from memory, to the disk if there is a store."""
         stored = None
         if self._store is not None:
+            sums = None if self.codes is None or not node.sums else pack_sums(node.sums)
             if node.codes is None:
-                stored = self._store.put(node.pools, node.pages, lambda: self._on_evicted(node))
+                stored = self._store.put(node.pools, node.pages, lambda: self._on_evicted(node), sums)
             else:
-                stored = self._store.put_codes(node.codes, lambda: self._on_evicted(node))
+                stored = self._store.put_codes(node.codes, lambda: self._on_evicted(node), sums)
         self._leave(node)
         if stored is None:
             return self._forget(node)

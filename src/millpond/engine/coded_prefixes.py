@@ -19,7 +19,8 @@ from millpond.cache.node_codes import NodeCodes
 from millpond.cache.pages.ref_counted_pool import PageIds
 from millpond.cache.prefix_node import Pages, PrefixNode
 from millpond.cache.prefix_tree import PrefixTree
-from millpond.cache.tiered.coded_block import BlockCodec, LayerTokens, read_tokens, write_tokens
+from millpond.cache.tiered.coded_block import BlockCodec, LayerTokens, as_computed, as_stored, read_tokens, write_tokens
+from millpond.codec.basis import Basis
 from millpond.codec.transform.exact_tokens import UNIT
 from millpond.errors import DataError
 from millpond.kernels.thread_count import torch_on_one_thread
@@ -192,9 +193,9 @@ class CodedPrefixes:
         if not nodes:
             return
         exact = torch.cat([node.exact for node in nodes if node.exact is not None], 1)
-        tokens = read_tokens(nodes[0].pools, [node.pages for node in nodes])
+        tokens, bases = read_tokens(nodes[0].pools, [node.pages for node in nodes]), nodes[0].bases
         first = nodes[0].depth * self._codec.slots
-        future = self._encoder.submit(_timed, lambda: [*self._codec.encode(first, tokens, exact)])
+        future = self._encoder.submit(_timed, lambda: self._codec.encode(first, as_computed(tokens, bases), exact))
         self._encoding = _Encoding(nodes, [node.pages for node in nodes], future)
 
     def _take_codes(self, done: _Encoding) -> None:
@@ -229,7 +230,7 @@ class CodedPrefixes:
     def _decode(self, nodes: list[PrefixNode]) -> None:
         given = [node.codes for node in nodes if node.codes is not None]
         first = nodes[0].depth * self._codec.slots
-        future = self._decoder.submit(_timed, lambda: _decoded(self._codec, first, given))
+        future = self._decoder.submit(_timed, lambda: _decoded(self._codec, first, given, nodes[0].bases))
         self._decoding = _Decoding(nodes, given, future)
 
     def _write_next(self, done: _Decoding) -> bool:
@@ -263,14 +264,17 @@ def _timed(work: Callable[[], list[T]]) -> tuple[list[T], float]:
     return found, time.thread_time() - began
 
 
-def _decoded(codec: BlockCodec, first: int, blocks: Sequence[Tensor]) -> list[list[LayerTokens] | DataError]:
-    """Return the tokens of each block, of all layers, or why it has none."""
+def _decoded(
+    codec: BlockCodec, first: int, blocks: Sequence[Tensor], bases: Sequence[Basis | None]
+) -> list[list[LayerTokens] | DataError]:
+    """Return the tokens of each block, of all layers, as pages hold them, or why it has none."""
     try:
-        return [*codec.split(codec.decode(first, blocks))]
+        return [*codec.split(as_stored(codec.decode(first, blocks), bases))]
     except DataError as error:
         if len(blocks) == 1:
             return [error]
-    return [found for n, block in enumerate(blocks) for found in _decoded(codec, first + n * codec.slots, [block])]
+    alone = [_decoded(codec, first + n * codec.slots, [block], bases) for n, block in enumerate(blocks)]
+    return [found for (found,) in alone]
 
 
 def _adjacent(nodes: Sequence[PrefixNode], most: int) -> list[PrefixNode]:

@@ -15,7 +15,7 @@ from millpond.cache.batch_cache import BatchCache, Pages
 from millpond.cache.node_codes import NodeCodes
 from millpond.cache.pages.memory_limit import MemoryLimit, SumMemory
 from millpond.cache.paging.rule import PagingRule
-from millpond.cache.prefix_node import Behind, PrefixNode, tables_of
+from millpond.cache.prefix_node import Behind, Coding, PrefixNode, tables_of
 from millpond.cache.prefix_tree import PrefixTree
 from millpond.cache.state.prompt_sums import PromptSums, SumKind
 from millpond.cache.tiered.block_store import BlockStore
@@ -120,7 +120,7 @@ class PrefixCache:
         if self.coded is None or state.private_cache is None:
             return
         decoded = [n for n, node in enumerate(path) if node.decoded or isinstance(node.key[0], Behind)]
-        state.behind = decoded[0] if decoded else None
+        state.behind, state.begun_with = decoded[0] if decoded else None, len(path)
         state.decoded = sum(node.decoded for node in path) * state.group.slots
         self.coded.counts.decoded_tokens += state.decoded
         exact = [node.exact for node in path if node.exact is not None]
@@ -208,13 +208,13 @@ class PrefixCache:
 
     def _insert_path(self, state: RequestState, batch_cache: BatchCache, n_tokens: int) -> list[PrefixNode]:
         tables = [layer_cache.table for layer_cache in batch_cache.layers if layer_cache.table is not None]
-        key, ids, exact = self._cache_key(state), state.share_ids[:n_tokens], None
+        key, ids, coding = self._cache_key(state), state.share_ids[:n_tokens], None
         samples = batch_cache.samples
-        if self.coded is not None and samples is not None and samples.has_seen(n_tokens):
-            exact = (
-                partial(samples.exact, self.coded.unit) if can_code(state.group.cache_factory, batch_cache) else None
-            )
-        return self.tree.keep(key, ids, tables, self._access(state), exact=exact, behind=state.behind)
+        if self.coded is not None and samples is not None and samples.has_seen(n_tokens) and can_code(tables):
+            bases = [table.basis for table in tables]
+            first = 0 if state.behind is None else state.begun_with
+            coding = Coding(partial(samples.exact, self.coded.unit), bases, first)
+        return self.tree.keep(key, ids, tables, self._access(state), coding=coding, behind=state.behind)
 
     def _insert_sums(self, state: RequestState, batch_cache: BatchCache) -> None:
         """Keep a part of a prompt and its sums, if memory is free or blocks can be evicted."""
@@ -404,14 +404,17 @@ class PrefixCache:
     def _with_stored(self, state: RequestState) -> tuple[list[PrefixNode], list[PrefixNode]]:
         """Return a prompt's first blocks in memory, and those on the disk after them.
 
-        Blocks on the disk have no sums, so requests that need sums find none there.
+        Requests that need sums go on up to the last of them on the disk, where they are with a storage codec alone.
         """
-        max_shared = self._max_shared_tokens(state)
-        if not self.tree.n_stored or max_shared <= 0 or SumKind.of(state.group.cache_factory.policy) is not None:
+        max_shared, sums = self._max_shared_tokens(state), SumKind.of(state.group.cache_factory.policy)
+        if not self.tree.n_stored or max_shared <= 0 or (sums is not None and self.coded is None):
             return [], []
         kind, shared_ids, slots = self._cache_key(state), state.share_ids[:max_shared], state.group.slots
         path = self._find(state, max_shared, self.coded is not None)
-        return path, self.tree.find_stored(kind, shared_ids, slots, path)
+        stored = self.tree.find_stored(kind, shared_ids, slots, path)
+        if sums is not None:
+            stored = stored[: next((n for n in range(len(stored), 0, -1) if stored[n - 1].has_stored(sums)), 0)]
+        return path, stored
 
     def _load_from_disk(self, state: RequestState) -> None:
         """Load blocks with which a prompt continues from the disk."""

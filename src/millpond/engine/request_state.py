@@ -87,6 +87,7 @@ class RequestState:
         whole_need: Most bytes that it holds without a shared prefix.
         images: Images of its prompt; None: it has none.
         behind: Block of its prompt from which on it is decoded or behind decoded ones; None: none is.
+        begun_with: Blocks of its prompt that others had read, where there is a storage codec.
         decoded: Tokens of its prompt that came from codes.
         samples: Samples of the attention of its prompt, once it was read; None: none were taken.
         ids_array: `ids` as an array, (prompt,) int64.
@@ -116,6 +117,7 @@ class RequestState:
     suspicion: Suspicion | None = None
     images: PromptImages | None = None
     behind: int | None = None
+    begun_with: int = 0
     decoded: int = 0
     samples: AttentionSamples | None = field(default=None, repr=False)
     whole_need: MemoryNeed = field(init=False)
@@ -236,7 +238,7 @@ class RequestState:
             self.private_cache.clear()
             self.private_cache = None
         self.samples = self.behind = None
-        self.decoded = 0
+        self.decoded = self.begun_with = 0
         if self.blend is not None:
             self.blend.release()
             self.blend = None

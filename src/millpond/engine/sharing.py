@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
-from millpond.cache.batch_cache import BatchCache, Pages
+from millpond.cache.batch_cache import Pages
+from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.ref_counted_pool import Pool
 from millpond.runner.cache_factory import CacheFactory
 
@@ -34,11 +36,6 @@ def sum_pages(*parts: Pages) -> Pages:
     return dict(need)
 
 
-def can_code(cache_factory: CacheFactory, batch_cache: BatchCache) -> bool:
-    """Return whether pages of a prompt hold keys and values as the model makes them, one entry a token.
-
-    Those of formats that turn numbers or store keys before RoPE do not.
-    """
-    tables = [layer_cache.table for layer_cache in batch_cache.layers if layer_cache.table is not None]
-    turned = any(table.basis is not None or table.pool.arrays.masses for table in tables)
-    return bool(tables) and not turned and not any(codec.pre_rope for codec in cache_factory.pools.codecs)
+def can_code(tables: Sequence[PageTable]) -> bool:
+    """Return whether a storage codec holds all that pages of a prompt do: it has no place for masses."""
+    return not any(table.pool.arrays.masses for table in tables)

@@ -53,6 +53,7 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
     "biases": (Qwen2Config, Qwen2ForCausalLM, {}),
     "norms": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8}),
+    "wide": (LlamaConfig, LlamaForCausalLM, {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}),
     "partial": (StableLmConfig, StableLmForCausalLM, {"partial_rotary_factor": 0.5}),
     "sliding": (
         Gemma3TextConfig,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ class LayerSamples:
     def __init__(self, threshold: float, blocks: Sequence[int] = ()) -> None:
         self._threshold = threshold
         self._done: dict[int, list[Tensor]] = {unit: [] for unit in (UNIT, *blocks)}  # (tokens,) bool, whole units
-        self._sums: dict[int, Tensor] = {}  # (Hkv, 256) of the unit that has begun
+        self._sums: Tensor | None = None  # (units, Hkv, 256) of the unit that has begun
         self._known = 0  # first tokens of the unit that has begun, which another request has read
         self._given = torch.zeros(0, dtype=torch.bool)  # which of these are exact
         self._shape = AttentionShape(1.0)
@@ -67,9 +68,9 @@ class LayerSamples:
                 rows = slice(asked.start - begin, high - begin, QUERY_STEP)
                 self._add(first, asked, q[:, rows], lse[:, rows], keys[:, first:high])
             if high == first + UNIT:
-                for unit, done in self._done.items():
-                    done.append(self._judged(unit, UNIT))
-                self._sums, self._known, self._given = {}, 0, self._given[:0]
+                for done, judged in zip(self._done.values(), self._judged(UNIT), strict=True):
+                    done.append(judged)
+                self._sums, self._known, self._given = None, 0, self._given[:0]
         self.n = n
 
     def exact(self, unit: int = UNIT) -> Tensor:
@@ -81,45 +82,59 @@ class LayerSamples:
             unit: 256, or one of the blocks.
         """
         assert self.n is not None, "the samples have no gaps"
-        rest = self.n % UNIT
-        exact = torch.cat([*self._done[unit], self._judged(unit, rest)])
+        exact = torch.cat([*self._done[unit], self._judged(self.n % UNIT)[list(self._done).index(unit)]])
         exact[:SINKS] = True
         return exact
 
     def _add(self, first: int, asked: range, q: Tensor, lse: Tensor, keys: Tensor) -> None:
         """Add the attention of queries (Hq, m, D) at `asked` to the tokens of a unit, whose keys are (Hkv, n, D)."""
-        heads, n = keys.shape[:2]
-        logits = q.float().reshape(heads, -1, q.shape[2]) @ keys.float().transpose(1, 2) * self._shape.scale
-        if self._shape.softcap:
-            logits = self._shape.softcap * torch.tanh(logits / self._shape.softcap)
-        attention = (logits.view(len(q), -1, n) - lse[..., None]).exp().view(heads, -1, len(asked), n).mean(1)
-        at = torch.tensor(asked, device=keys.device) - first
-        for unit in self._done:
-            seen = _sees(at, n, unit, self._shape.window)
-            sums = torch.where(seen, attention, 0).sum(1)
-            if unit in self._sums:
-                self._sums[unit][:, :n] += sums
-            else:
-                self._sums[unit] = torch.nn.functional.pad(sums, (0, UNIT - n))
-
-    def _judged(self, unit: int, n: int) -> Tensor:
-        """Return which of the first `n` tokens of the unit that has begun are exact, (n,) bool on the CPU."""
-        sums = self._sums.get(unit)
-        if sums is None:
-            exact = torch.zeros(n, dtype=torch.bool)
+        heads, n, shape = keys.shape[0], keys.shape[1], self._shape
+        rows = (q.float() * shape.scale).reshape(heads, -1, q.shape[2])
+        behind = keys.float().transpose(1, 2)
+        if shape.softcap:
+            logits = shape.softcap * torch.tanh(rows @ behind / shape.softcap) - lse.reshape(heads, -1, 1)
         else:
-            at = torch.arange(QUERY_STEP - 1, n, QUERY_STEP, device=sums.device)
-            count = _sees(at, n, unit, self._shape.window).sum(0).clamp(min=LEAST_QUERIES)
-            exact = above((sums[:, :n] / count).max(0).values, self._threshold).cpu()
-        exact[: self._known] = self._given
-        return exact
+            logits = torch.baddbmm(lse.reshape(heads, -1, 1), rows, behind, beta=-1)
+        attention = logits.exp_().clamp_(max=1).view(heads, -1, len(asked), n).sum(1)  # above 1: not seen
+        places = tuple(at - first for at in asked)
+        sums = torch.stack(
+            [
+                (attention * _mask(places, n, unit, shape.window, keys.device)).sum(1) * (heads / len(q))
+                for unit in self._done
+            ]
+        )
+        if self._sums is None:
+            self._sums = sums if n == UNIT else torch.nn.functional.pad(sums, (0, UNIT - n))
+        else:
+            self._sums[..., :n] += sums
+
+    def _judged(self, n: int) -> list[Tensor]:
+        """Return which of the first `n` tokens of the unit that has begun are exact, (n,) bool on the CPU, by unit."""
+        if self._sums is None:
+            found = torch.zeros((len(self._done), n), dtype=torch.bool)
+        else:
+            counts = _counts(n, tuple(self._done), self._shape.window, self._sums.device)
+            found = above(self._sums[..., :n].amax(1) / counts, self._threshold).cpu()
+        found[:, : self._known] = self._given
+        return list(found)
 
 
-def _sees(at: Tensor, n: int, unit: int, window: int | None) -> Tensor:
-    """Return which of the first `n` tokens the queries `at` (m,) see behind them in their own unit, (m, n) bool."""
-    tokens = torch.arange(n, device=at.device)
-    behind = at[:, None] - tokens
-    return (behind > 0) & (behind < (window or UNIT)) & (at[:, None] // unit == tokens // unit)
+@lru_cache(maxsize=256)
+def _mask(at: tuple[int, ...], n: int, unit: int, window: int | None, device: torch.device) -> Tensor:
+    """Return which of the first `n` tokens the queries `at` see behind them in their own unit, (m, n) of 0 and 1."""
+    tokens, queries = torch.arange(n), torch.tensor(at)[:, None]
+    near = (queries > tokens) & (queries - tokens < (window or UNIT))
+    return (near & (queries // unit == tokens // unit)).float().to(device)
+
+
+@lru_cache(maxsize=64)
+def _counts(n: int, units: tuple[int, ...], window: int | None, device: torch.device) -> Tensor:
+    """Return by how many queries each of the first `n` tokens is judged, (units, n), a few at least."""
+    asked = tuple(range(QUERY_STEP - 1, n, QUERY_STEP))
+    if not asked:
+        return torch.full((len(units), n), float(LEAST_QUERIES), device=device)
+    counts = torch.stack([_mask(asked, n, unit, window, device).sum(0) for unit in units])
+    return counts.clamp(min=LEAST_QUERIES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from millpond.cache.pages.ref_counted_pool import PageIds
 from millpond.cache.swap import read_pages, write_pages
 from millpond.cache.tiered.block_store import Pools
 from millpond.cache.types import RotaryEmbedding
+from millpond.codec.basis import Basis
 from millpond.codec.transform.coding import decode, encode, project
 from millpond.codec.transform.page import TOKENS, PageAddress, page_bytes
 from millpond.codec.transform.prompt_header import plain_headers
@@ -258,6 +259,26 @@ def _bytes(x: Tensor) -> Tensor:
 def _joined(x: Tensor) -> Tensor:
     """Return entries (H, n, D) of all heads of a token side by side, (n, H D)."""
     return x.transpose(0, 1).flatten(1)
+
+
+def as_computed(layers: Sequence[LayerTokens], bases: Sequence[Basis | None]) -> list[LayerTokens]:
+    """Return tokens of pages as the model computed them, where pages hold them in another basis."""
+    return [
+        tokens
+        if basis is None
+        else tokens._replace(keys=basis.keys_back(tokens.keys.float()), values=basis.values(tokens.values.float()))
+        for tokens, basis in zip(layers, bases, strict=True)
+    ]
+
+
+def as_stored(layers: Sequence[LayerTokens], bases: Sequence[Basis | None]) -> list[LayerTokens]:
+    """Return tokens as pages hold them, of those that the model computes."""
+    return [
+        tokens
+        if basis is None
+        else tokens._replace(keys=basis.keys(tokens.keys.float()), values=basis.values(tokens.values.float()))
+        for tokens, basis in zip(layers, bases, strict=True)
+    ]
 
 
 def read_tokens(pools: Pools, blocks: Sequence[Sequence[PageIds]]) -> list[LayerTokens]:
