@@ -75,6 +75,27 @@ def test_first_choices_are_those_of_the_undisturbed_answer(kind: str, bits: floa
     engine.close()
 
 
+def test_a_request_makes_room_for_one_of_better_priority() -> None:
+    """Without anything planted: there is memory for one of the two."""
+    expected = undisturbed()
+    engine = engine_of(preemption="codes")
+    engine.add(asked("measured", prompt(N, 3), NEW))
+    need = state_of(engine, "measured").scheduled.memory_need.peak(1)
+    engine.close()
+    engine = engine_of(preemption="codes", kv_memory=int(1.4 * need))
+    engine.add(asked("waits", prompt(N, 3), NEW, known=expected))
+    run(engine, PAST)
+    engine.add(asked("first", prompt(N, 5), 4, priority=-1))
+    found = run(engine)
+    assert engine.stats().preemptions == 1
+    assert len(answer(found["first"])) == 4
+    assert agreement(first_choices(found["waits"]), expected) >= 0.94
+    kv = found["waits"].completions[0].kv
+    assert kv is not None
+    assert kv.decoded_tokens == N
+    engine.close()
+
+
 def test_codes_take_a_fraction_of_the_memory() -> None:
     sizes = []
     for preemption in ("swap", "codes"):

@@ -199,7 +199,7 @@ def build(
     closing.callback(packed.close)
     packed.limit_context(config.max_model_len)
     requests = RequestTable()
-    chunk_reuse, chunk_loads = _chunk_reuse(config, packed, chunk_mark, closing)
+    chunk_reuse, chunk_loads = _chunk_reuse(config, packed, chunk_mark, storage_codec, closing)
     swap_files = None if config.swap_to is None else SwapFiles(config.swap_to)
     if swap_files is not None:
         closing.callback(swap_files.close)
@@ -285,12 +285,13 @@ def _prefix_cache(
 
 
 def _chunk_reuse(
-    config: EngineConfig, model: PackedModel, mark: str | None, closing: ExitStack
+    config: EngineConfig, model: PackedModel, mark: str | None, codec: ModelCodec | None, closing: ExitStack
 ) -> tuple[ChunkReuse | None, FileLoads[LoadedChunks] | None]:
     """Return the chunk store with its model, and the loads of its files if it has a folder."""
     if config.chunk_store is None or mark is None:
         return None, None
-    reuse = ChunkReuse(config.chunk_store, model, mark, config.max_step_tokens)
+    transform = None if codec is None else codec.transform
+    reuse = ChunkReuse(config.chunk_store, model, mark, config.max_step_tokens, transform)
     if config.chunk_store.folder is None:
         return reuse, None
     loads = FileLoads(ChunkLoadSource(reuse))

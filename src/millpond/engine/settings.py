@@ -138,7 +138,7 @@ class EngineSettings:
     preemption: Preemption = setting(
         "swap",
         "What the caches of preempted requests become while they wait: swap moves their pages as they are; codes "
-        "writes them in `storage_codec`, in a tenth of the memory, and answers may differ.",
+        "writes them in `storage_codec`, in a sixth of the memory or less, and answers may differ.",
         choices=get_args(Preemption),
     )
     page_slots: int = setting(DEFAULT_SLOTS, "Entries per page, a power of two.", at_least=1)
