@@ -6,7 +6,7 @@ Usage: python benchmarks/performance/coded_prefixes.py MODEL --calibration FILE 
 
 Lines of the trace have `hash_ids`, one for each 512 tokens of a prompt; equal ones stand for equal tokens, which are
 taken from the text here. The requests are the first whose second hash comes more than once; prompts are cut. Memory is
-`share` of what all distinct blocks of the prompts take as pages, besides two whole prompts for each running request.
+`share` of what all distinct blocks of the prompts take as pages, besides a whole prompt for each running request.
 Requests run `running` at a time in the order of the trace, in one engine after the other. "Held" are the blocks in
 memory at the end, in pages or as codes; "coded" is the share of these with codes once nothing is in use and the delay
 is over; CPU seconds are those of the process.
@@ -117,7 +117,7 @@ def main() -> None:
         numbers = sum(layer.n_kv_heads * (layer.key_dim + layer.value_dim) for layer in layers)
         block = slots * (numbers * model.dtype.itemsize + 8 * sum(layer.n_kv_heads for layer in layers))
         memory = int(args.share * distinct_blocks(prompts, slots) * block)
-        memory += 2 * args.running * (args.cut // slots + 1) * block
+        memory += args.running * ((args.cut + args.new) // slots + 2) * block
         engine = Engine(model, method="full", codec="auto", kv_memory=memory, prefix_cache=True, **options)
         results.append({"codec": codec or "none", "memory": memory, **run(engine, prompts, args)})
         engine.close()
