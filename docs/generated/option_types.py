@@ -26,7 +26,7 @@ from millpond.cache.chunks.store import ChunkStore
 from millpond.codec import CodecSpec
 from millpond.engine.offload.machine import MachineConstants
 from millpond.engine.offload.plan import Plan
-from millpond.engine.settings import OnPressure, Overflow
+from millpond.engine.settings import OnPressure, Overflow, Preemption
 from millpond.hf.calibration.load import CalibrationSource
 from millpond.hf.fit import FitSource
 from millpond.hf.text_storage import TransformSource

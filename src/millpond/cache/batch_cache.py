@@ -291,10 +291,10 @@ class BatchCache:
             states.drop()
 
     def prepare_swap_in(self, *, wait: bool) -> bool:
-        """Begin to decode what was swapped out in codes; return whether `swap_in` would not wait for that.
+        """Begin to decode what was swapped out in codes, and return whether that is done.
 
         Args:
-            wait: Return no sooner.
+            wait: Wait until it is.
         """
         return self._coded is None or self._coded.prepare(wait=wait)
 

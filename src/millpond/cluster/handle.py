@@ -36,7 +36,7 @@ class WorkerHandle(Protocol):
     node: str
 
     async def open(self) -> tuple[int, int, CacheOptions, str | None]:
-        """Begin; return context length, vocabulary, default cache options of requests, and the mark of its codes.
+        """Begin; return context length, vocabulary, cache options, and mark of codes.
 
         See `EngineWorker.open`.
         """

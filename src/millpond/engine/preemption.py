@@ -139,7 +139,10 @@ class Preemptor:
             state.private_cache = None
 
     def _begin_again(self, state: RequestState) -> None:
-        """Let a request whose codes are damaged read its prompt again, and then the tokens that it has."""
+        """Let a request whose codes are damaged read its prompt again.
+
+        The tokens that it has follow.
+        """
         state.begin_again()
         self._scheduler.restart(state.scheduled, len(state.unfinished))
         for loads in self._file_loads:

@@ -22,7 +22,9 @@ _UNIT = 0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkCodec:
-    """Codes chunks of a model under the header of the calibration; a chunk's first four tokens stay as they are.
+    """Codes chunks of a model under the header of the calibration.
+
+    The first four tokens of a chunk, and those of no whole page, stay as they are.
 
     Attributes:
         transform: The model's transform.
@@ -91,7 +93,7 @@ class ChunkCodec:
 
 
 def _exact(n: int) -> Tensor:
-    """Return which of the tokens of a chunk stay as they are, (n,) bool: its first ones, and those of no whole page."""
+    """Return which of the tokens of a chunk stay as they are, (n,) bool."""
     exact = torch.zeros(n, dtype=torch.bool)
     exact[:SINKS] = exact[n // TOKENS * TOKENS :] = True
     return exact

@@ -29,7 +29,7 @@ Part = tuple[str, tuple[int, ...], torch.dtype]
 
 
 def check_rest(name: str) -> RestName | StorageCodec:
-    """Return the name of a format, checked, or the storage codec of a name such as "transform:1.5".
+    """Return the name of a format, checked, or the storage codec of its name.
 
     Raises:
         OptionError: there is no such format.

@@ -123,7 +123,10 @@ class TextCoder:
     def _headers(
         self, z: Sequence[tuple[Tensor, Tensor]], exact: Sequence[Tensor], end: int, n: int
     ) -> tuple[tuple[LayerHeader, ...], bool]:
-        """Return headers for the last `n` pages before `end`, and whether they are fitted to their tokens."""
+        """Return headers for the last `n` pages before `end`.
+
+        And whether they are fitted to the tokens of these.
+        """
         if n * TOKENS < LEAST_FITTED:
             return self._plain, False
         sums = []

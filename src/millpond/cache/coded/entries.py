@@ -14,7 +14,9 @@ from millpond.codec.transform.prompt_header import LayerHeader, Sides
 def projected(
     sides: Sides, keys: Tensor, values: Tensor, first: int, rotary: RotaryEmbedding | None
 ) -> tuple[Tensor, Tensor]:
-    """Return z of the keys and of the values of neighbouring tokens, (n, r) float32 each, on the CPU.
+    """Return z of the keys and of the values of neighbouring tokens.
+
+    It is (n, r) float32 each, on the CPU.
 
     Args:
         sides: Transforms of the layer.
@@ -67,7 +69,10 @@ def decoded(
 
 
 def moments(z: Tensor, coded: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation of z (n, r) over the tokens that are `coded` (n,); 0 and 1 if there are none."""
+    """Return mean and deviation of z (n, r) over the tokens that are `coded` (n,).
+
+    They are 0 and 1 if there are none.
+    """
     chosen = z[coded].double()
     if not len(chosen):
         return z.new_zeros(z.shape[1]), z.new_ones(z.shape[1])

@@ -12,9 +12,9 @@ from millpond.kernels.args import AttentionShape, EntryRows, PaddedEntries
 
 
 def layer_entries(entries: PaddedEntries, end: int) -> LayerEntries | None:
-    """Return entries on the host, if they are the same neighbouring tokens in all heads, up to `end`.
+    """Return entries on the host, as neighbouring tokens up to `end`.
 
-    None: they are not, or have scores or masses.
+    None: they are other tokens in each head, or have scores or masses.
 
     Args:
         entries: Entries of a sequence, by position.

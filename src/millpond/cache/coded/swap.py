@@ -22,7 +22,7 @@ from millpond.kernels.args import EntryRows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceFacts:
-    """What the codes of a sequence follow from, besides its entries.
+    """Facts that the codes of a sequence follow from, besides its entries.
 
     Attributes:
         ids: Tokens that it has read, (n,).
@@ -111,10 +111,10 @@ class CodedSequences:
         return sum(layer.keys.nbytes + layer.values.nbytes for layers in entries for layer in layers)
 
     def prepare(self, *, wait: bool) -> bool:
-        """Begin to decode, if that has not begun, and return whether `write` has all that it needs.
+        """Begin to decode, if that has not begun, and return whether it is done.
 
         Args:
-            wait: Return no sooner.
+            wait: Wait until it is.
         """
         if self._decoded is None:
             self._decoded = self._coding.thread.submit(self._decode)
@@ -133,7 +133,11 @@ class CodedSequences:
         return self._decoded.result()
 
     def write(self, tables: Sequence[PageTable]) -> list[CodedText]:
-        """Write what was decoded to the pages that the tables hold again, and return the codes of each sequence."""
+        """Write what was decoded to the pages that the tables hold again.
+
+        Returns:
+            Codes of each sequence.
+        """
         for sequence, layers in enumerate(self.decoded()):
             for table, slots, layer in zip(tables, self._slots[sequence], layers, strict=True):
                 _write(table, sequence, slots, layer)

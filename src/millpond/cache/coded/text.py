@@ -112,7 +112,10 @@ class CodedText:
         return headers + sum(layer.nbytes for layer in self.layers)
 
     def exact(self, n: int) -> Tensor:
-        """Return which of the first `n` tokens stay as they are when their page is coded, (layers, n) bool."""
+        """Return which of the first `n` tokens stay as they are, (layers, n) bool.
+
+        Tokens behind all pages are among them if they will stay so when their page is coded.
+        """
         mask = torch.zeros(len(self.layers), n, dtype=torch.bool)
         for own, layer in zip(mask, self.layers, strict=True):
             own[layer.at[layer.at < min(n, self.n_pages * TOKENS)]] = True
@@ -120,7 +123,7 @@ class CodedText:
         return mask
 
     def first_pages(self, n: int) -> CodedText:
-        """Return what it holds of its first `n` pages, but for a segment whose header is made of more."""
+        """Return its first `n` pages, without a segment whose header is made of more."""
         segments = tuple(replace(part, end=min(part.end, n)) for part in self.segments if part.made <= n)
         end = segments[-1].end * TOKENS if segments else 0
         layers = []

@@ -9,7 +9,10 @@ from millpond.engine.request_state import RequestState
 
 
 def exact_positions(state: RequestState, n_layers: int) -> list[Tensor]:
-    """Return for each layer the positions of the prompt's tokens that are exact, int64; none without samples."""
+    """Return the positions of the prompt's tokens that are exact, for each layer.
+
+    They are int64; there are none without samples.
+    """
     samples = state.samples
     if samples is None and state.private_cache is not None:
         samples = state.private_cache.samples  # its prompt is being read

@@ -141,7 +141,13 @@ class SequenceCodec:
         return SequenceEntries(layers, others), text
 
     def pages(self, cache_factory: CacheFactory, n: int, n_seq: int = 1) -> Pages:
-        """Return the pages that `fill` takes for `n_seq` sequences of `n` tokens at most, and slots of states."""
+        """Return the pages that `fill` takes, and slots of states.
+
+        Args:
+            cache_factory: Factory of the cache.
+            n: Most tokens of a sequence.
+            n_seq: Number of sequences.
+        """
         need: Counter[Pool] = Counter()
         for layer in self._model.layers:
             pool = cache_factory.prompt_pool(layer)
@@ -151,10 +157,10 @@ class SequenceCodec:
         return dict(need)
 
     def fill(self, batch_cache: BatchCache, entries: SequenceEntries, ids: Tensor) -> None:
-        """Fill an empty batch cache that reads a prompt with a sequence, as if it had read its tokens.
+        """Fill an empty batch cache with a sequence, as if it had read its prompt.
 
         Args:
-            batch_cache: The batch cache.
+            batch_cache: The batch cache, which reads a prompt.
             entries: The sequence.
             ids: Tokens that it has read, (n,).
 

@@ -31,7 +31,7 @@ from millpond.runner.packed_model import LayerShape, PackedModel
 
 
 class DecodedTurn(NamedTuple):
-    """What a turn in codes holds.
+    """Sequence of a turn in codes.
 
     Attributes:
         entries: Its sequence.

@@ -95,7 +95,10 @@ class RequestTransfer:
     def _caches(
         self, state: RequestState, batch_cache: BatchCache, sequences: Sequence[int]
     ) -> tuple[list[dict[str, Tensor]], str | None]:
-        """Return the tensors of the answers' sequences, once if they hold the same, and the mark of their codes."""
+        """Return the tensors of the answers' sequences, and the mark of their codes.
+
+        Sequences that hold the same are returned once.
+        """
         cache_factory, codec = state.group.cache_factory, self._codec
         distinct = sequences[:1] if _alike(batch_cache, sequences) else sequences
         exact = codec is None or state.prompt_logprobs is not None or bool(state.marks.forget)
@@ -338,7 +341,10 @@ class RequestTransfer:
         ids: Sequence[int],
         state: RequestState,
     ) -> CodedText:
-        """Add one sequence in codes to a batch cache, as if its prompt had been read, and return the codes."""
+        """Add one sequence in codes to a batch cache, and return the codes.
+
+        It is as if its prompt had been read.
+        """
         assert self._codec is not None, "it was checked"
         tokens = torch.tensor(ids, dtype=torch.int64)
         entries, codes = self._codec.decode(cache, tokens.numpy())
