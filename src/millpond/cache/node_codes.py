@@ -124,8 +124,9 @@ class NodeCodes:
         self._both[node] = None
 
     def drop_pages(self, enough: Callable[[], bool]) -> bool:
-        """Release pages of nodes that have codes, the longest unused first, until there is `enough`.
+        """Release pages of nodes that have codes until there is `enough`.
 
+        The longest unused go first.
         Pages that requests hold too stay; so do those of pinned nodes.
 
         Returns:

@@ -273,7 +273,9 @@ class PrefixTree:
         return True
 
     def revive(self, node: PrefixNode, counts: Sequence[int], room: Callable[[Pages], bool]) -> bool:
-        """Give a node with codes fresh pages, which the caller writes; return whether there was room.
+        """Give a node with codes fresh pages, which the caller writes.
+
+        Returns whether there was room.
 
         Args:
             node: The node.
