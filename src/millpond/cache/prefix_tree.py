@@ -217,6 +217,8 @@ class PrefixTree:
                 self._rule.forbid(number)
                 self._in_use[node] = None
                 continue
+            if self.codes is not None and node.exact is not None and node.codes is None:
+                self.codes.press()
             self._drop(node)
             self.evicted += 1
             if enough():
