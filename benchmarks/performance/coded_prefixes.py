@@ -5,7 +5,8 @@ Usage: python benchmarks/performance/coded_prefixes.py MODEL --calibration FILE 
     [--threads 1] [--json FILE]
 
 Lines of the trace have `hash_ids`, one for each 512 tokens of a prompt; equal ones stand for equal tokens, which are
-taken from the text here. The requests are the first whose second hash comes more than once; prompts are cut. Memory is
+taken from the text here. The requests are those of the first texts, by their second hash, that come more than once, in
+the order of the trace; prompts are cut. Memory is
 `share` of what all distinct blocks of the prompts take as pages, besides a whole prompt for each running request.
 Requests run `running` at a time in the order of the trace, in one engine after the other. "Held" are the blocks in
 memory at the end, in pages or as codes; "coded" is the share of these with codes once nothing is in use and the delay
@@ -36,8 +37,13 @@ HASHED = 512
 def prompts_of(args: argparse.Namespace, text: list[int]) -> list[list[int]]:
     """Prompts of the requests, as token ids."""
     lines = [json.loads(line)["hash_ids"] for line in args.trace.read_text().splitlines()]
-    seconds = Counter(ids[1] for ids in lines if len(ids) > 1)
-    chosen = [ids for ids in lines if len(ids) > 1 and seconds[ids[1]] > 1][: args.requests]
+    turns = Counter(ids[1] for ids in lines if len(ids) > 1)
+    texts: set[int] = set()
+    for number in dict.fromkeys(ids[1] for ids in lines if len(ids) > 1 and turns[ids[1]] > 1):
+        if sum(turns[one] for one in texts) >= args.requests:
+            break
+        texts.add(number)
+    chosen = [ids for ids in lines if len(ids) > 1 and ids[1] in texts][: args.requests]
     places = range(0, len(text) - HASHED, HASHED // 4)
 
     def tokens(number: int) -> list[int]:

@@ -140,6 +140,21 @@ def test_blocks_behind_decoded_ones_are_not_taken_for_others() -> None:
     assert len(held.tree) == 5
 
 
+def test_blocks_do_not_wait_once_one_has_left_without_codes() -> None:
+    held = Held()
+    held.keep(TEXT, 1).clear()
+    assert held.code_due() == []
+    live = held.pool.n_live
+    held.tree.evict(lambda: held.pool.n_live < live)
+    assert len(held.tree) == 4
+    assert held.codes.due_s == 0.0
+    assert held.code_due() == held.path(*TEXT.tolist())[:3]
+    held.keep(TEXT, 2).clear()
+    assert held.codes.due_s is None
+    held.keep(np.array([7, 7, 8, 8, 9, 9]), 3).clear()
+    assert held.code_due() == []  # the delay is back
+
+
 def test_what_was_decoded_is_not_coded_again() -> None:
     held = Held(0.0)
     exact = torch.zeros(1, len(TEXT), dtype=torch.bool)

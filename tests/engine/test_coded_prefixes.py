@@ -137,8 +137,9 @@ def test_requests_that_need_exact_numbers_take_no_codes() -> None:
     engine.close()
 
 
-def test_a_deterministic_engine_has_no_codes() -> None:
+def test_a_deterministic_engine_has_no_codes(caplog: pytest.LogCaptureFixture) -> None:
     engine = engine_of(deterministic=True, max_step_tokens=256)
+    assert "without transform:4" in caplog.text
     ask(engine, FIRST)
     stats = settle(engine)
     assert (stats.coded_blocks, stats.storage_codec) == (0, "")

@@ -46,12 +46,21 @@ class NodeCodes:
         self._waiting: dict[PrefixNode, float] = {}  # since when, the longest first
         self._both: dict[PrefixNode, None] = {}  # have pages and codes, the longest unused first
         self.n_coded = self.dropped = 0
+        self._pressed = False
+
+    def press(self) -> None:
+        """Let nodes be due at once while some wait: one has left that could have been coded."""
+        self._pressed = True
 
     @property
     def due_s(self) -> float | None:
         """Seconds until a node may be due; None where none waits."""
         first = next(iter(self._waiting.values()), None)
-        return None if first is None else max(0.0, first + self.delay_s - self._clock())
+        return None if first is None else max(0.0, first + self._delay_s - self._clock())
+
+    @property
+    def _delay_s(self) -> float:
+        return 0.0 if self._pressed else self.delay_s
 
     @property
     def n_alone(self) -> int:
@@ -92,7 +101,7 @@ class NodeCodes:
         found: list[PrefixNode] = []
         now = self._clock()
         for node, since in list(self._waiting.items()):
-            if since + self.delay_s > now or len(found) == most:
+            if since + self._delay_s > now or len(found) == most:
                 break
             if found and not (node.parent is found[-1] and node.pools == found[-1].pools):
                 break
@@ -103,6 +112,7 @@ class NodeCodes:
                     break
             else:
                 found.append(node)
+        self._pressed &= bool(self._waiting)
         return found
 
     def wait_again(self, node: PrefixNode) -> None:
@@ -124,8 +134,9 @@ class NodeCodes:
         self._both[node] = None
 
     def drop_pages(self, enough: Callable[[], bool]) -> bool:
-        """Release pages of nodes that have codes, the longest unused first, until there is `enough`.
+        """Release pages of nodes that have codes until there is `enough`.
 
+        The longest unused go first.
         Pages that requests hold too stay; so do those of pinned nodes.
 
         Returns:

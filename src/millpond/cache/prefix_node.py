@@ -23,7 +23,7 @@ Pages = dict[Pool, int]
 
 
 class Behind(NamedTuple):
-    """Kind of entries that were computed behind decoded ones: close to those of `kind`, and not equal."""
+    """Kind of entries behind decoded ones: close to those of `kind`, and not equal."""
 
     kind: Hashable
 
@@ -47,7 +47,7 @@ class SharedPages(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """What a storage codec needs of the blocks of a prompt.
+    """Facts about the blocks of a prompt that a storage codec needs.
 
     Attributes:
         exact: Returns which tokens of the prompt stay exact, (layers, n) bool.

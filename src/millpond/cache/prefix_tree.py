@@ -217,6 +217,8 @@ class PrefixTree:
                 self._rule.forbid(number)
                 self._in_use[node] = None
                 continue
+            if self.codes is not None and node.exact is not None and node.codes is None:
+                self.codes.press()
             self._drop(node)
             self.evicted += 1
             if enough():
@@ -273,7 +275,9 @@ class PrefixTree:
         return True
 
     def revive(self, node: PrefixNode, counts: Sequence[int], room: Callable[[Pages], bool]) -> bool:
-        """Give a node with codes fresh pages, which the caller writes; return whether there was room.
+        """Give a node with codes fresh pages, which the caller writes.
+
+        Returns whether there was room.
 
         Args:
             node: The node.

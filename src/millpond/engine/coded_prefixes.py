@@ -44,7 +44,7 @@ _WAIT_S = 0.02
 
 @dataclass(slots=True, eq=False)
 class _Encoding:
-    """Nodes that are being coded, the pages that they had then, and their codes with the CPU seconds."""
+    """Nodes that are being coded, the pages that they had then, and their codes."""
 
     nodes: list[PrefixNode]
     pages: list[list[PageIds]]
@@ -53,7 +53,7 @@ class _Encoding:
 
 @dataclass(slots=True, eq=False)
 class _Decoding:
-    """Nodes that are being decoded, the codes that they had then, and their tokens with the CPU seconds.
+    """Nodes that are being decoded, the codes that they had then, and their tokens.
 
     Attributes:
         next: Number of the node that is written to pages next.
@@ -154,8 +154,9 @@ class CodedPrefixes:
             self._encode_due()
 
     def prepare(self, path: Sequence[PrefixNode]) -> bool:
-        """Return whether a request can begin with nodes: all have pages, or there is no room for them.
+        """Return whether a request can begin with nodes.
 
+        It can where all have pages, or there is no room for them.
         Otherwise they are being decoded; it asks again in the next step, for what the tree has then.
         """
         for node in path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -48,6 +49,8 @@ from millpond.models.cache_folder import check_folder
 from millpond.models.weights.streamed import StreamedLayers
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import PackedModel
+
+_log = logging.getLogger(__name__)
 
 _COUNTED = (
     "prompt_tokens",
@@ -279,6 +282,8 @@ def _prefix_cache(
     """
     rule = rule_named(config.prefix_cache, config.pager)
     if config.prefix_cache != LIVE:
+        if codec is not None and config.deterministic:
+            _log.warning("deterministic=True: the prefix cache keeps its blocks as they are, without %s", codec.name)
         codec = None if config.deterministic or rule is None else codec
         return PrefixCache(memory, rule, config.prompt_block or 1, store, codec=codec, delay_s=config.storage_delay_s)
     return PrefixCache(memory, rule if in_one_memory else None, config.prompt_block or 1, in_flight=requests)

@@ -116,7 +116,7 @@ class PrefixCache:
         return path if n == len(path) else self._usable(state, path[:n])
 
     def _begin_with_codes(self, state: RequestState, path: list[PrefixNode]) -> None:
-        """Take note of what a prompt has begun with: decoded blocks, and which of their tokens are exact."""
+        """Take note of what a prompt has begun with: decoded blocks, and exact tokens."""
         if self.coded is None or state.private_cache is None:
             return
         decoded = [n for n, node in enumerate(path) if node.decoded or isinstance(node.key[0], Behind)]
@@ -376,7 +376,10 @@ class PrefixCache:
         return self._usable(state, self._find(state, max_shared, self.coded is not None))
 
     def _find(self, state: RequestState, n_tokens: int, behind: bool) -> list[PrefixNode]:
-        """Return the blocks in memory with which a prompt begins; `behind`: also those behind decoded ones."""
+        """Return the blocks in memory with which a prompt begins.
+
+        behind: whether those behind decoded ones may be among them.
+        """
         return self.tree.find(self._cache_key(state), state.share_ids[:n_tokens], state.group.slots, behind=behind)
 
     def _own_path(self, state: RequestState, n_tokens: int) -> list[PrefixNode]:
@@ -384,7 +387,10 @@ class PrefixCache:
         return self._find(state, n_tokens, state.behind is not None)
 
     def _usable(self, state: RequestState, path: list[PrefixNode]) -> list[PrefixNode]:
-        """Return the beginning of a path from which a prompt can continue: whole units, or up to the last sums."""
+        """Return the beginning of a path from which a prompt can continue.
+
+        It has whole units, or ends at the last sums.
+        """
         kind = SumKind.of(state.group.cache_factory.policy)
         if kind is None:
             return path[: self._whole_units(state, len(path))]

@@ -37,5 +37,8 @@ def sum_pages(*parts: Pages) -> Pages:
 
 
 def can_code(tables: Sequence[PageTable]) -> bool:
-    """Return whether a storage codec holds all that pages of a prompt do: it has no place for masses."""
+    """Return whether a storage codec holds all that pages of a prompt do.
+
+    It has no place for masses.
+    """
     return not any(table.pool.arrays.masses for table in tables)

@@ -69,7 +69,9 @@ class ModelCodec:
 
 
 def format_calibration(config: EngineConfig) -> Calibration | None:
-    """Return the calibration of number formats, as it is or from its file; None where it is that of a storage codec.
+    """Return the calibration of number formats, as it is or from its file.
+
+    None where the file is that of a storage codec.
 
     Raises:
         OptionError: a transform, and no storage codec.

@@ -87,7 +87,10 @@ class LayerSamples:
         return exact
 
     def _add(self, first: int, asked: range, q: Tensor, lse: Tensor, keys: Tensor) -> None:
-        """Add the attention of queries (Hq, m, D) at `asked` to the tokens of a unit, whose keys are (Hkv, n, D)."""
+        """Add the attention of queries at `asked` to the tokens of a unit.
+
+        Queries are (Hq, m, D), the keys of the unit (Hkv, n, D).
+        """
         heads, n, shape = keys.shape[0], keys.shape[1], self._shape
         rows = (q.float() * shape.scale).reshape(heads, -1, q.shape[2])
         behind = keys.float().transpose(1, 2)
@@ -109,7 +112,10 @@ class LayerSamples:
             self._sums[..., :n] += sums
 
     def _judged(self, n: int) -> list[Tensor]:
-        """Return which of the first `n` tokens of the unit that has begun are exact, (n,) bool on the CPU, by unit."""
+        """Return which of the first `n` tokens of the unit that has begun are exact.
+
+        They are (n,) bool on the CPU, for each kind of unit.
+        """
         if self._sums is None:
             found = torch.zeros((len(self._done), n), dtype=torch.bool)
         else:
@@ -121,7 +127,10 @@ class LayerSamples:
 
 @lru_cache(maxsize=256)
 def _mask(at: tuple[int, ...], n: int, unit: int, window: int | None, device: torch.device) -> Tensor:
-    """Return which of the first `n` tokens the queries `at` see behind them in their own unit, (m, n) of 0 and 1."""
+    """Return which of the first `n` tokens the queries `at` see in their own unit.
+
+    (m, n) of 0 and 1; a query does not see itself.
+    """
     tokens, queries = torch.arange(n), torch.tensor(at)[:, None]
     near = (queries > tokens) & (queries - tokens < (window or UNIT))
     return (near & (queries // unit == tokens // unit)).float().to(device)
@@ -129,7 +138,7 @@ def _mask(at: tuple[int, ...], n: int, unit: int, window: int | None, device: to
 
 @lru_cache(maxsize=64)
 def _counts(n: int, units: tuple[int, ...], window: int | None, device: torch.device) -> Tensor:
-    """Return by how many queries each of the first `n` tokens is judged, (units, n), a few at least."""
+    """Return by how many queries each of the first `n` tokens is judged, (units, n)."""
     asked = tuple(range(QUERY_STEP - 1, n, QUERY_STEP))
     if not asked:
         return torch.full((len(units), n), float(LEAST_QUERIES), device=device)

@@ -14,7 +14,7 @@ from millpond.policy.scores.query_moments import QueryMoments
 
 @dataclass(frozen=True, slots=True)
 class SumForm:
-    """What bytes of sums mean.
+    """Meaning of bytes of sums.
 
     Attributes:
         kind: Kind of the sums.

@@ -138,7 +138,7 @@ class BlockCodec:
 
     @torch.no_grad()
     def decode(self, first: int, blocks: Sequence[Tensor]) -> list[LayerTokens]:
-        """Return the tokens of blocks that follow one another in a text, of each layer, on the CPU.
+        """Return the tokens of blocks that follow one another, of each layer, on the CPU.
 
         Args:
             first: Position of their first token.
@@ -234,12 +234,12 @@ class BlockCodec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Side:
-    """What stands before the pages of a block.
+    """Beginning of a block, before its pages.
 
     Attributes:
         nbytes: Its bytes.
         exact: For each layer the places of its exact tokens (m,), their keys (H, m, D) and values (H, m, V).
-        scores: For each layer (H, slots) float32; empty: all are 0.
+        scores: For each layer (H, slots) float32; none where all are 0.
     """
 
     nbytes: int
@@ -262,7 +262,7 @@ def _joined(x: Tensor) -> Tensor:
 
 
 def as_computed(layers: Sequence[LayerTokens], bases: Sequence[Basis | None]) -> list[LayerTokens]:
-    """Return tokens of pages as the model computed them, where pages hold them in another basis."""
+    """Return tokens as the model computed them, of those in another basis."""
     return [
         tokens
         if basis is None
@@ -282,7 +282,9 @@ def as_stored(layers: Sequence[LayerTokens], bases: Sequence[Basis | None]) -> l
 
 
 def read_tokens(pools: Pools, blocks: Sequence[Sequence[PageIds]]) -> list[LayerTokens]:
-    """Return the tokens of blocks that follow one another, copied from their pages, of each layer.
+    """Return the tokens of blocks that follow one another, of each layer.
+
+    They are copied from pages.
 
     Args:
         pools: Pool of each layer.
