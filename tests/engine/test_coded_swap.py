@@ -160,6 +160,18 @@ def test_exact_requests_and_other_methods_are_swapped_as_they_are(how: dict[str,
     engine.close()
 
 
+def test_tokens_that_were_decoded_from_blocks_are_not_coded_again() -> None:
+    engine = engine_of(preemption="codes", prefix_cache=True)
+    engine.add(asked("moved", prompt(N, 3), NEW))
+    run(engine, PAST)
+    state_of(engine, "moved").decoded = 64
+    state = preempt(engine, "moved")
+    assert state.private_cache is not None
+    assert not state.private_cache.is_coded
+    assert len(answer(run(engine)["moved"])) == NEW
+    engine.close()
+
+
 def test_others_step_on_while_codes_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     gate: Future[None] = Future()
     decode = CodedSequences._decode

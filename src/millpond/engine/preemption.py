@@ -102,8 +102,8 @@ class Preemptor:
         """Return how the cache of a request is coded; None: it is not."""
         if self._codec is None or not batch_cache.n_seq or state.prompt_logprobs is not None:
             return None
-        if state.marks.forget or not has_codes(state.group.cache_factory):
-            return None
+        if state.marks.forget or state.decoded or not has_codes(state.group.cache_factory):
+            return None  # tokens from coded blocks of the prefix cache are not coded again
         exact = exact_positions(state, len(batch_cache.layers))
         sequences = []
         for completion, seen in zip(state.unfinished, batch_cache.tracker.seen.tolist(), strict=False):

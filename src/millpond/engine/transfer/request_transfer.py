@@ -101,7 +101,7 @@ class RequestTransfer:
         """
         cache_factory, codec = state.group.cache_factory, self._codec
         distinct = sequences[:1] if _alike(batch_cache, sequences) else sequences
-        exact = codec is None or state.prompt_logprobs is not None or bool(state.marks.forget)
+        exact = state.prompt_logprobs is not None or bool(state.marks.forget) or state.decoded > 0
         if codec is not None and not exact and has_codes(cache_factory):
             positions = exact_positions(state, len(batch_cache.layers))
             coded = []
