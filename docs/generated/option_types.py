@@ -26,9 +26,10 @@ from millpond.cache.chunks.store import ChunkStore
 from millpond.codec import CodecSpec
 from millpond.engine.offload.machine import MachineConstants
 from millpond.engine.offload.plan import Plan
-from millpond.engine.settings import OnPressure, Overflow
+from millpond.engine.settings import OnPressure, Overflow, Preemption
 from millpond.hf.calibration.load import CalibrationSource
 from millpond.hf.fit import FitSource
+from millpond.hf.text_storage import TransformSource
 from millpond.models.weights.streamed import Verify
 from millpond.runner.runner_choice import Runner
 '''

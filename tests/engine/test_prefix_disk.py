@@ -20,7 +20,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import millpond as mp
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import PagePool
-from millpond.cache.prefix_tree import PrefixNode, PrefixTree
+from millpond.cache.prefix_node import PrefixNode
+from millpond.cache.prefix_tree import PrefixTree
 from millpond.cache.swap import read_pages, write_pages
 from millpond.cache.tiered.block_store import STORE_BYTES, BlockStore
 from millpond.engine.engine import Engine

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 import millpond as mp
-from millpond.cache.prefix_tree import PrefixNode
+from millpond.cache.prefix_node import PrefixNode
 from millpond.engine.engine import Engine
 from millpond.engine.scheduler_request import RequestStatus
 from tests.helpers.engine.helpers import budget_of, engine_for, prompt

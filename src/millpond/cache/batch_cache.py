@@ -11,14 +11,17 @@ from itertools import chain
 import numpy as np
 from torch import Tensor
 
+from millpond.cache.coded.swap import CodedSequences, SwapCoding
+from millpond.cache.coded.text import CodedText
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages import table_bytes
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.ref_counted_pool import Pool
+from millpond.cache.state.attention_samples import AttentionSamples, SampledAttention
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.prompt_sums import LayerSums
 from millpond.cache.state.recurrent_states import RecurrentStates
-from millpond.cache.swap import Content, SwapFile, SwapFiles, SwappedPages, copy_out, release_all, restore
+from millpond.cache.swap import Content, SwapFile, SwapFiles, SwappedPages, copy_out, parts_of, release_all, restore
 from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.cache.types import RotaryEmbedding
 from millpond.errors import DataError
@@ -46,6 +49,7 @@ class BatchCache:
 
     Attributes:
         reading: Whether the prompt is still being read: nothing is planned, and a pass of one token belongs to it.
+        samples: Samples of the attention of its only prompt, for a storage codec; None: none are taken.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class BatchCache:
         rotations: Sequence[RotaryEmbedding | None] = (),
     ) -> None:
         self._rotations = rotations
+        self.samples: AttentionSamples | None = None
         self.layers = list(layer_caches)
         self.tier = tier
         self.tracker = tracker
@@ -66,6 +71,7 @@ class BatchCache:
         self._swapped: list[list[SwappedPages]] | None = None
         self._swapped_states: tuple[int, Content] = (0, ())  # of how many sequences
         self._file: SwapFile | None = None  # where the content of what is carried lies; None: in memory
+        self._coded: CodedSequences | None = None  # or the codes of this content
 
     @property
     def n_seq(self) -> int:
@@ -80,6 +86,12 @@ class BatchCache:
     def reading(self, value: bool) -> None:
         for layer_cache in self.layers:
             layer_cache.reading = value
+
+    def sample(self, rule: SampledAttention) -> None:
+        """Take samples of the attention of the prompt that begins."""
+        self.samples = rule.samples()
+        for layer_cache, own in zip(self.layers, self.samples.layers, strict=True):
+            layer_cache.attention.samples = own
 
     def run_plans(self) -> None:
         """End the prompt: every layer plans which entries it keeps."""
@@ -248,15 +260,28 @@ class BatchCache:
         """Whether the pages are outside the pool."""
         return self._swapped is not None
 
-    def swap_out(self, files: SwapFiles | None = None) -> None:
+    @property
+    def is_coded(self) -> bool:
+        """Whether what was swapped out is in codes."""
+        return self._coded is not None
+
+    def swap_out(self, files: SwapFiles | None = None, coding: SwapCoding | None = None) -> None:
         """Copy all pages and states to the host's memory, or to a file, and release them.
+
+        Args:
+            files: Folder of the file; None: the host's memory.
+            coding: How entries are coded, in place of a file; those that have no codes are copied.
 
         Raises:
             DataError: the file cannot be written; nothing was changed.
         """
         tables, states = self._tables(), self.states
         n_states, of_states = (0, ()) if states is None else (states.n_seq, states.copy_out())
-        content = [copy_out(table) for table in tables]
+        self._coded = None if coding is None else CodedSequences.of(tables, coding)
+        if self._coded is not None:
+            content: list[list[Content]] = [[()] * len(parts_of(table)) for table in tables]
+        else:
+            content = [copy_out(table) for table in tables]
         if files is not None:
             self._file = files.write([*content, [of_states]])
             content, of_states = [[()] * len(parts) for parts in content], ()
@@ -265,11 +290,29 @@ class BatchCache:
         if states is not None:
             states.drop()
 
-    def swap_in(self) -> None:
+    def prepare_swap_in(self, *, wait: bool) -> bool:
+        """Begin to decode what was swapped out in codes, and return whether that is done.
+
+        Args:
+            wait: Wait until it is.
+        """
+        return self._coded is None or self._coded.prepare(wait=wait)
+
+    @property
+    def swapped_bytes(self) -> int:
+        """Bytes on the host of what was swapped out there."""
+        of_states = sum(part.nbytes for part in self._swapped_states[1])
+        pages = sum(part.nbytes for part in chain.from_iterable(self._swapped or []))
+        return of_states + pages + (0 if self._coded is None else self._coded.nbytes)
+
+    def swap_in(self) -> list[CodedText] | None:
         """Read the pages and states again. Ask `pages_to_swap_in` for room first.
 
+        Returns:
+            Codes of each sequence; None: they were not coded.
+
         Raises:
-            DataError: the file with them is gone or broken; they can only be forgotten.
+            DataError: the file with them is gone or broken, or codes are; they can only be forgotten.
         """
         assert self._swapped is not None, "only swapped-out pages can be swapped in"
         _, of_states = self._swapped_states
@@ -279,11 +322,18 @@ class BatchCache:
                 [replace(part, arrays=arrays) for part, arrays in zip(parts, contents, strict=True)]
                 for parts, contents in zip(self._swapped, pages, strict=True)
             ]
-        for table, carried in zip(self._tables(), self._swapped, strict=True):
+        codes = None
+        if self._coded is not None:
+            self._coded.decoded()  # so that an error leaves no pages
+        tables = self._tables()
+        for table, carried in zip(tables, self._swapped, strict=True):
             restore(table, carried)
+        if self._coded is not None:
+            codes = self._coded.write(tables)
         if self.states is not None:
             self.states.put_back(of_states)
         self._forget_swapped()
+        return codes
 
     def pages_to_swap_in(self) -> Pages:
         """Return pages of each pool that `swap_in` takes, and sequences whose states it restores."""
@@ -305,7 +355,7 @@ class BatchCache:
     def _forget_swapped(self) -> None:
         if self._file is not None:
             self._file.remove()
-        self._swapped = self._file = None
+        self._swapped = self._file = self._coded = None
         self._swapped_states = 0, ()
 
     # ------------------------------------------------------------------ figures

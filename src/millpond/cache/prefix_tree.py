@@ -7,79 +7,28 @@ it keeps to pages of the request's own, and a token after a full block goes to a
 
 With a store, nodes that are evicted from memory are written to a disk and read again when a prompt begins with them.
 All nodes after one on the disk are there too.
+
+With a storage codec, nodes that nobody uses get codes. Such a node can do without its pages, and has them again,
+decoded, when a prompt begins with it. What is computed behind decoded nodes is of a kind of its own (`Behind`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from millpond.cache.node_codes import NodeCodes
 from millpond.cache.pages.memory_limit import SumMemory
-from millpond.cache.pages.page_table import PageTable
-from millpond.cache.pages.pool import PageIds, PagePool
+from millpond.cache.pages.pool import PageIds
 from millpond.cache.pages.ref_counted_pool import Pool, RefCountedPool
 from millpond.cache.paging.lru import LeastRecentlyUsed
 from millpond.cache.paging.rule import PageFacts, PagingRule
+from millpond.cache.prefix_node import Behind, Coding, Ids, Pages, PrefixNode, SharedPages, key_of
 from millpond.cache.state.prompt_sums import PromptSums, SumKind
-from millpond.cache.tiered.block_store import BlockStore, StoredBlock, unpack
+from millpond.cache.state.sum_bytes import pack_sums, unpack_sums
+from millpond.cache.tiered.block_store import BlockStore, unpack
 from millpond.errors import DataError
-
-Ids = npt.NDArray[np.int64]
-#: How many pages of each pool.
-Pages = dict[Pool, int]
-
-
-class SharedPages(Protocol):
-    """Pages of one layer of a prompt, of which others may hold full ones too."""
-
-    @property
-    def pool(self) -> RefCountedPool[Any]:
-        """Pool of the pages."""
-        ...
-
-    def page_column(self, number: int) -> PageIds:
-        """Return the pages of the `number`-th block of the prompt, head by head."""
-        ...
-
-    def share(self) -> None:
-        """Note that another holder shares some of these pages from now on."""
-        ...
-
-
-@dataclass(slots=True, eq=False)
-class PrefixNode:
-    """One block of tokens after a certain text, and its pages per layer, one for each KV head.
-
-    Attributes:
-        key: Kind of entries, parent and tokens, exactly.
-        parent: Node of the block before it; None for the first.
-        pools: Pool of each layer.
-        pages: Pages of each layer.
-        number: Number under which the paging rule knows it; used again once the node is removed.
-        hash: Hash of its tokens and all before them, 64 bits.
-        n_children: Nodes in memory that follow it.
-        request: Last request that used it.
-        sums: Sums over the queries of all tokens up to its end, by kind, if a prompt had a breakpoint there.
-        stored: Its block on the disk; None while it is in memory.
-        below: Nodes on the disk that follow it.
-    """
-
-    key: tuple[Hashable, ...]
-    parent: PrefixNode | None
-    pools: list[RefCountedPool[Any]] = field(repr=False)
-    pages: list[PageIds] = field(repr=False)
-    number: int
-    hash: int
-    n_children: int = 0
-    request: int = -1
-    sums: dict[SumKind, PromptSums] = field(default_factory=dict, repr=False)
-    stored: StoredBlock | None = None
-    below: dict[PrefixNode, None] = field(default_factory=dict, repr=False)
 
 
 class PrefixTree:
@@ -90,6 +39,7 @@ class PrefixTree:
             recently used.
         sum_memory: Counter of the bytes of sums; None for one of its own.
         store: Store of evicted nodes, without their sums; None to drop them.
+        codes: Codes of nodes; None: nodes are not coded.
 
     Attributes:
         evicted: Nodes that were evicted by the rule so far.
@@ -99,11 +49,15 @@ class PrefixTree:
     """
 
     def __init__(
-        self, rule: PagingRule | None = None, sum_memory: SumMemory | None = None, store: BlockStore | None = None
+        self,
+        rule: PagingRule | None = None,
+        sum_memory: SumMemory | None = None,
+        store: BlockStore | None = None,
+        codes: NodeCodes | None = None,
     ) -> None:
         self._rule = rule or LeastRecentlyUsed()
         self.sum_memory = sum_memory or SumMemory()
-        self._store = store
+        self._store, self.codes = store, codes
         self.returned = self.lost = 0
         self._blocks: dict[tuple[Hashable, ...], PrefixNode] = {}
         self._numbered: list[PrefixNode | None] = []
@@ -118,33 +72,45 @@ class PrefixTree:
         return len(self._numbered) - len(self._unused)
 
     @property
+    def n_live(self) -> int:
+        """Nodes with pages."""
+        return len(self) - (0 if self.codes is None else self.codes.n_alone)
+
+    @property
     def n_stored(self) -> int:
         """Nodes on the disk."""
         return len(self._blocks) - len(self)
 
-    def find(self, kind: Hashable, tokens: Ids, slots: int) -> list[PrefixNode]:
+    def find(self, kind: Hashable, tokens: Ids, slots: int, *, behind: bool = False) -> list[PrefixNode]:
         """Return the nodes in memory, of `slots` tokens each, with which this text begins.
 
         Args:
             kind: Kind of entries; nodes of different kinds are never taken for each other.
             tokens: Ids of the text.
             slots: Tokens of a node.
+            behind: Whether nodes behind decoded ones may be among them, where there is no other.
         """
         path: list[PrefixNode] = []
         for begin in range(0, len(tokens) - slots + 1, slots):
-            node = self._blocks.get(_key(kind, path[-1] if path else None, tokens[begin : begin + slots]))
+            node = self._follower(kind, path[-1] if path else None, tokens[begin : begin + slots], behind)
             if node is None or node.stored is not None:
                 break
             path.append(node)
         return path
+
+    def _follower(self, kind: Hashable, parent: PrefixNode | None, tokens: Ids, behind: bool) -> PrefixNode | None:
+        node = self._blocks.get(key_of(kind, parent, tokens))
+        if behind and (node is None or node.stored is not None):
+            node = self._blocks.get(key_of(Behind(kind), parent, tokens), node)
+        return node
 
     def find_stored(self, kind: Hashable, tokens: Ids, slots: int, path: list[PrefixNode]) -> list[PrefixNode]:
         """Return the nodes on the disk with which this text continues after `path` of `find`."""
         stored: list[PrefixNode] = []
         last = path[-1] if path else None
         for begin in range(len(path) * slots, len(tokens) - slots + 1, slots):
-            last = self._blocks.get(_key(kind, last, tokens[begin : begin + slots]))
-            if last is None:
+            last = self._follower(kind, last, tokens[begin : begin + slots], self.codes is not None)
+            if last is None or last.stored is None:
                 break
             stored.append(last)
         return stored
@@ -168,14 +134,14 @@ class PrefixTree:
             assert node.stored is not None, "it is on the disk"
             self._store.use(node.stored)
         for node in path:  # which must stay meanwhile
-            _retain(node)
+            node.retain()
         longer = list(path)
         for node in stored:
             if not self._load_node(node, room):
                 break
             longer.append(node)
         for node in path:
-            _release(node)
+            node.release()
         if len(longer) > len(path):
             self._use(longer, len(longer), request)
         return longer
@@ -192,6 +158,8 @@ class PrefixTree:
         tables: Sequence[SharedPages],
         request: int | None = None,
         slots: int | None = None,
+        coding: Coding | None = None,
+        behind: int | None = None,
     ) -> list[PrefixNode]:
         """Hold the full blocks of a prompt of one sequence, and return their nodes.
 
@@ -204,14 +172,22 @@ class PrefixTree:
             request: Number shared by all parts of one prompt, which begin with the parts before them; None if this is
                 all of it.
             slots: Tokens of a block; None: those of a page.
+            coding: What a storage codec needs of new nodes; None: they are not coded.
+            behind: Number of the block from which on those of the prompt are decoded or behind decoded ones; None: none
+                are.
         """
         slots = slots or tables[0].pool.slots
-        path = self.find(kind, tokens, slots)
+        path = self.find(kind, tokens, slots, behind=behind is not None)
         num_cached = len(path)
+        exact = None if coding is None or num_cached == len(tokens) // slots else coding.exact()
         for number in range(num_cached, len(tokens) // slots):
             pages = [table.page_column(number) for table in tables]
-            part = tokens[number * slots : (number + 1) * slots]
-            path.append(self._add(kind, path[-1] if path else None, part, [table.pool for table in tables], pages))
+            own = slice(number * slots, (number + 1) * slots)
+            of_kind = kind if behind is None or number < behind else Behind(kind)
+            node = self._add(of_kind, path[-1] if path else None, tokens[own], [table.pool for table in tables], pages)
+            if coding is not None and exact is not None and number >= coding.first:
+                node.exact, node.bases = exact[:, own].clone(), coding.bases
+            path.append(node)
         for table in tables:
             table.share()
         self._use(path, num_cached, self.new_request() if request is None else request)
@@ -231,16 +207,18 @@ class PrefixTree:
         Returns:
             Whether there is enough.
         """
-        if enough():
+        if enough() or (self.codes is not None and self.codes.drop_pages(enough)):
             return True
         self._allow_released()
         while (number := self._rule.victim()) is not None:
             node = self._numbered[number]
             assert node is not None, "the rule forgets evicted nodes"
-            if not _alone(node):
+            if not node.frees_memory or self._is_pinned(node):
                 self._rule.forbid(number)
                 self._in_use[node] = None
                 continue
+            if self.codes is not None and node.exact is not None and node.codes is None:
+                self.codes.press()
             self._drop(node)
             self.evicted += 1
             if enough():
@@ -265,7 +243,7 @@ class PrefixTree:
         while (number := self._rule.victim()) is not None:
             node = self._numbered[number]
             assert node is not None, "the rule forgets dropped nodes"
-            if not _is_unheld(node):
+            if not node.is_unheld:
                 self._rule.forbid(number)
                 self._in_use[node] = None
             elif node in wanted:
@@ -282,7 +260,7 @@ class PrefixTree:
 
         The first `n` nodes stay.
         """
-        while len(path) > n and _most_holders(path[-1]) <= holders and self.shorten(path):
+        while len(path) > n and path[-1].most_holders <= holders and self.shorten(path):
             pass
 
     def shorten(self, path: list[PrefixNode]) -> bool:
@@ -296,6 +274,44 @@ class PrefixTree:
         self._drop(path.pop())
         return True
 
+    def revive(self, node: PrefixNode, counts: Sequence[int], room: Callable[[Pages], bool]) -> bool:
+        """Give a node with codes fresh pages, which the caller writes.
+
+        Returns whether there was room.
+
+        Args:
+            node: The node.
+            counts: Its pages of each layer.
+            room: See `load`.
+        """
+        assert self.codes is not None, "it has codes"
+        need: Counter[Pool] = Counter()
+        for pool, n in zip(node.pools, counts, strict=True):
+            need[pool] += n
+        if not room(dict(need)) or node.codes is None:  # room may be made by its own eviction
+            return False
+        node.pages = [pool.allocate(n) for pool, n in zip(node.pools, counts, strict=True)]
+        node.decoded = True
+        self.codes.got_pages(node)
+        return True
+
+    def holds(self, node: PrefixNode) -> bool:
+        """Return whether a node is in the tree."""
+        return self._blocks.get(node.key) is node
+
+    def drop_from(self, node: PrefixNode) -> None:
+        """Remove a node with all that follow it, in memory and on the disk."""
+        followers: dict[PrefixNode | None, list[PrefixNode]] = {}
+        for other in self._blocks.values():
+            followers.setdefault(other.parent, []).append(other)
+        removed = [node]
+        for one in removed:  # grows
+            removed += followers.get(one, [])
+        for one in reversed(removed):
+            if one.stored is None:
+                self._leave(one)
+            self._forget(one)
+
     def clear(self) -> None:
         """Remove all nodes, those on the disk too."""
         while self._blocks:
@@ -306,13 +322,7 @@ class PrefixTree:
 
     def held_in(self, pool: RefCountedPool[Any]) -> list[PageIds]:
         """Return the pages of one pool that nodes hold."""
-        return [
-            ids
-            for node in self._blocks.values()
-            if node.stored is None
-            for owner, ids in zip(node.pools, node.pages, strict=True)
-            if owner is pool
-        ]
+        return [ids for node in self._blocks.values() for owner, ids in node.held() if owner is pool]
 
     def follow(self, pool: RefCountedPool[Any], new_ids: PageIds) -> None:
         """See `PageHolder`."""
@@ -325,6 +335,8 @@ class PrefixTree:
         self.sum_memory.check_integrity(sum(sums.nbytes for sums in held.values()))
         befores = [id(sums.before) for sums in held.values() if sums.before is not None]
         assert held.keys() >= set(befores), "sums without those before them"
+        if self.codes is not None:
+            self.codes.check_integrity([node for node in self._blocks.values() if node.stored is None])
 
     def _add(
         self,
@@ -334,17 +346,24 @@ class PrefixTree:
         pools: list[RefCountedPool[Any]],
         pages: list[PageIds],
     ) -> PrefixNode:
-        key = _key(kind, parent, tokens)
+        key = key_of(kind, parent, tokens)
         node = self._blocks.get(key)
         if node is None:
             chained = hash((kind, None if parent is None else parent.hash, key[-1])) & 0xFFFFFFFFFFFFFFFF
             node = self._blocks[key] = PrefixNode(key, parent, pools, pages, -1, chained)
-        node.pools, node.pages = pools, pages
+            node.depth = 0 if parent is None else parent.depth + 1
+        node.pools, node.pages, node.decoded, node.exact = pools, pages, False, None
         for pool in set(pools):
             pool.holders.add(self)
         self._pools.update(pools)
-        _retain(node)
+        node.retain()
         self._enter(node)
+        for height in (1, 2):
+            if parent is not None and parent.height < height:
+                parent.height = height
+                if self.codes is not None:
+                    self.codes.used(parent)
+            parent = None if parent is None else parent.parent
         return node
 
     def _enter(self, node: PrefixNode) -> None:
@@ -370,19 +389,31 @@ class PrefixTree:
         """Read a node from the disk into fresh pages; False without room or if the read fails."""
         assert self._store is not None, "it is on the disk"
         need: Counter[Pool] = Counter()
-        for pool, n in zip(node.pools, [] if node.stored is None else node.stored.counts, strict=False):
+        stored = node.stored
+        for pool, n in zip(node.pools, [] if stored is None else stored.counts, strict=False):
             need[pool] += n
-        if not room(dict(need)) or node.stored is None:  # it may have made room for those that left meanwhile
+        if stored is not None and stored.sums:
+            need[self.sum_memory] = sum(form.nbytes for form in stored.sums)
+        if self.codes is not None and stored is not None and not stored.counts:
+            need[self.codes.memory] = stored.nbytes
+        if not room(dict(need)) or stored is None or node.stored is None:  # it made room for those that left meanwhile
             return False
         try:
-            data = self._store.read(node.stored)
+            data = self._store.read(stored)
         except DataError:
             self.lost += 1
             self._forget(node)
             return False
-        node.pages = [pool.allocate(n) for pool, n in zip(node.pools, node.stored.counts, strict=True)]
-        unpack(node.pools, node.pages, data)
+        if stored.counts:
+            node.pages = [pool.allocate(n) for pool, n in zip(node.pools, stored.counts, strict=True)]
+            unpack(node.pools, node.pages, data[: stored.nbytes])
         self._enter(node)
+        if not stored.counts:
+            assert self.codes is not None, "it was coded"
+            self.codes.take(node, data[: stored.nbytes].clone() if stored.sums else data)
+        device = node.pools[0].arrays.device
+        for kind, sums in unpack_sums(data[stored.nbytes :], stored.sums, device).items():
+            self.keep_sums(node, kind, sums)
         self.returned += 1
         return True
 
@@ -390,7 +421,11 @@ class PrefixTree:
         """Evict a node from memory, to the disk if there is a store."""
         stored = None
         if self._store is not None:
-            stored = self._store.put(node.pools, node.pages, lambda: self._on_evicted(node))
+            sums = None if self.codes is None or not node.sums else pack_sums(node.sums)
+            if node.codes is None:
+                stored = self._store.put(node.pools, node.pages, lambda: self._on_evicted(node), sums)
+            else:
+                stored = self._store.put_codes(node.codes, lambda: self._on_evicted(node), sums)
         self._leave(node)
         if stored is None:
             return self._forget(node)
@@ -399,15 +434,17 @@ class PrefixTree:
             node.parent.below[node] = None
 
     def _leave(self, node: PrefixNode) -> None:
-        """Release the pages of a node."""
-        _release(node)
+        """Release the pages and codes of a node."""
+        node.release()
+        if self.codes is not None:
+            self.codes.left(node)
         self.sum_memory.release(sum(sums.nbytes for sums in node.sums.values()))
         node.sums.clear()
         self._rule.drop(node.number)
         self._numbered[node.number] = None
         self._unused.append(node.number)
         self._in_use.pop(node, None)
-        node.pages, node.request = [], -1
+        node.pages, node.request, node.decoded = [], -1, False
         parent = node.parent
         if parent is not None:
             parent.n_children -= 1
@@ -441,6 +478,8 @@ class PrefixTree:
                 node.request = request
                 parent = -1 if node.parent is None else node.parent.number
                 self._rule.touch(node.number, PageFacts(node.hash, parent, request, depth, len(path), num_cached))
+            if self.codes is not None:
+                self.codes.used(node)
         if path and not path[-1].n_children:
             self._in_use.pop(path[-1], None)
             self._rule.allow(path[-1].number)
@@ -450,49 +489,13 @@ class PrefixTree:
         if not self._in_use or self._releases == (releases := self._count_releases()):
             return
         self._releases = releases
-        for node in [node for node in self._in_use if _alone(node)]:
+        for node in [node for node in self._in_use if node.frees_memory and not self._is_pinned(node)]:
             del self._in_use[node]
             if not node.n_children:
                 self._rule.allow(node.number)
 
+    def _is_pinned(self, node: PrefixNode) -> bool:
+        return self.codes is not None and node in self.codes.pinned
+
     def _count_releases(self) -> dict[RefCountedPool[Any], int]:
         return {pool: pool.n_releases for node in self._in_use for pool in node.pools}
-
-
-def _retain(node: PrefixNode) -> None:
-    for pool, ids in zip(node.pools, node.pages, strict=True):
-        pool.retain(ids)
-
-
-def _release(node: PrefixNode) -> None:
-    for pool, ids in zip(node.pools, node.pages, strict=True):
-        pool.release(ids)
-
-
-def _alone(node: PrefixNode) -> bool:
-    """Whether evicting a node frees memory: some page has no other holder, or there are sums."""
-    return bool(node.sums) or _is_unheld(node)
-
-
-def _is_unheld(node: PrefixNode) -> bool:
-    """Whether some page of a node has no other holder."""
-    return any(bool((pool.refs(ids) == 1).any()) for pool, ids in zip(node.pools, node.pages, strict=True))
-
-
-def _most_holders(node: PrefixNode) -> int:
-    """Return how many hold the page of a node that most hold, the tree among them."""
-    return max(int(pool.refs(ids).max(initial=0)) for pool, ids in zip(node.pools, node.pages, strict=True))
-
-
-def tables_of(path: list[PrefixNode]) -> list[PageTable]:
-    """Return new tables of one sequence, one per layer, that hold the pages of a path."""
-    tables = []
-    for layer, pool in enumerate(path[0].pools):
-        assert isinstance(pool, PagePool), "tables begin with plain pages"
-        columns = np.stack([node.pages[layer] for node in path], 1)
-        tables.append(PageTable.of_pages(pool, columns))
-    return tables
-
-
-def _key(kind: Hashable, parent: PrefixNode | None, tokens: Ids) -> tuple[Hashable, ...]:
-    return kind, None if parent is None else id(parent), tokens.tobytes()

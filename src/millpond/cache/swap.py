@@ -37,7 +37,7 @@ class SwappedPages:
     Attributes:
         pool: Pool that they have left.
         owned: Pages per region, (R,).
-        arrays: Content of all pages, each once, on the host.
+        arrays: Content of all pages, each once, on the host; none where it lies elsewhere.
         which: Index in `arrays` of each held page, (held,), in the order of the regions; several hold shared ones.
     """
 
@@ -74,7 +74,7 @@ def release_all(table: PageTable, content: list[Content]) -> list[SwappedPages]:
 
 
 def restore(table: PageTable, carried: list[SwappedPages]) -> None:
-    """Put the content into fresh pages, which the table holds again.
+    """Put the content, where there is some, into fresh pages, which the table holds again.
 
     Raises:
         PoolFullError: there is no room; nothing was changed.
@@ -88,7 +88,8 @@ def restore(table: PageTable, carried: list[SwappedPages]) -> None:
             one.pool.release(ids)
         raise
     for part, one, ids in zip(parts_of(table), carried, taken, strict=True):
-        write_pages(one.pool, ids, one.arrays)
+        if one.arrays:
+            write_pages(one.pool, ids, one.arrays)
         part.restore(ids[one.which], one.owned)
         more = np.bincount(one.which, minlength=len(ids)) - 1
         one.pool.retain(np.repeat(ids, more))

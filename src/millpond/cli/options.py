@@ -34,7 +34,11 @@ CalibrationFile = Annotated[str | None, option_of(EngineSettings, "calibration")
 DtypeName = Annotated[str, option_of(LoadSettings, "dtype", default_text="", show_default=True)]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", "--max-tokens", min=1, help="New tokens, at most.")]
 ChunkDtype = Annotated[
-    str, typer.Option(help="Numbers of stored chunks: auto (as the model computes them), float32, bf16, int8 or int4.")
+    str,
+    typer.Option(
+        help="Numbers of stored chunks: auto (as the model computes them), float32, bf16, int8, int4, or that of "
+        "--storage-codec."
+    ),
 ]
 DeviceName = Annotated[str | None, option_of(LoadSettings, "device", default_text="cuda if there is one")]
 TrustRemoteCode = Annotated[bool, option_of(EngineSettings, "trust_remote_code")]

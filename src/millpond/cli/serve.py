@@ -45,7 +45,10 @@ class EngineChoice(OptionGroup):
         "pager",
         "prefix_disk",
         "prefix_folder",
+        "storage_codec",
+        "storage_delay_s",
         "swap_to",
+        "preemption",
         "overflow",
         "on_pressure",
         "runner",
@@ -61,7 +64,12 @@ class EngineChoice(OptionGroup):
 
     prefix_cache: Annotated[
         str | None,
-        option_of(EngineSettings, "prefix_cache", default_text="lru with `kv_memory`, else live", show_default=False),
+        option_of(
+            EngineSettings,
+            "prefix_cache",
+            default_text="lru with `kv_memory` or `storage_codec`, else live",
+            show_default=False,
+        ),
     ] = None
     no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Share no prompts.")] = False
 

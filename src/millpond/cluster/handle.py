@@ -35,8 +35,11 @@ class WorkerHandle(Protocol):
     pid: int
     node: str
 
-    async def open(self) -> tuple[int, int, CacheOptions]:
-        """Begin; return context length, vocabulary, and default cache options of requests."""
+    async def open(self) -> tuple[int, int, CacheOptions, str | None]:
+        """Begin; return context length, vocabulary, cache options, and mark of codes.
+
+        See `EngineWorker.open`.
+        """
         ...
 
     async def start(self, starts: Sequence[StartMessage]) -> None:

@@ -91,7 +91,7 @@ class RayWorker:
         actor = ray.remote(_Actor).options(num_cpus=cpus, max_restarts=0, max_concurrency=_CALLS)
         self._actor = actor.remote(model, dict(options), role, settings)
 
-    async def open(self) -> tuple[int, int, CacheOptions]:
+    async def open(self) -> tuple[int, int, CacheOptions, str | None]:
         """See `WorkerHandle`."""
         try:
             opened = await asyncio.wait_for(self._wait(self._actor.open.remote()), START_S)
@@ -100,11 +100,11 @@ class RayWorker:
                 f"worker {self.name} has not started after {START_S:g} seconds: Ray has no free CPU for it, or loading "
                 "the model takes longer; ask for fewer workers, or add machines"
             ) from None
-        self.pid, context, vocabulary, cache = opened
+        self.pid, context, vocabulary, cache, codes = opened
         self.node = await self._wait(self._actor.node.remote())
         if self.node == str(self._ray.get_runtime_context().get_node_id()):
             self._process = LocalProcess(self.pid)
-        return context, vocabulary, cache
+        return context, vocabulary, cache, codes
 
     async def start(self, starts: Sequence[StartMessage]) -> None:
         """See `WorkerHandle`."""

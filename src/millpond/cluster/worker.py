@@ -156,11 +156,12 @@ class EngineWorker:
         self._left: dict[str, tuple[RequestOutput, int] | RequestDelta] = {}  # those that the engine's thread let go
         self._news = asyncio.Event()
 
-    async def open(self) -> tuple[int, int, int, CacheOptions]:
+    async def open(self) -> tuple[int, int, int, CacheOptions, str | None]:
         """Load the model, and begin.
 
         Returns:
-            Id of the process, context length, vocabulary, and how caches are kept where a request does not say.
+            Id of the process, context length, vocabulary, how caches are kept where a request does not say, and the
+            mark of the codes in which they move (None: as they are).
 
         Raises:
             OptionError, BudgetError, UnsupportedModelError: as `AsyncLLM`.
@@ -168,7 +169,8 @@ class EngineWorker:
         self._opened = AsyncLLM(self._model, **self._options)
         if self._role == "prefill":
             self._opened.leave = self._leave
-        return os.getpid(), self._llm.context_length, self._llm.vocab_size, self._llm.cache
+        llm = self._llm
+        return os.getpid(), llm.context_length, llm.vocab_size, llm.cache, llm.codes
 
     async def start(self, starts: Sequence[StartMessage]) -> None:
         """Take requests in; reports say what becomes of each, or why it is refused."""

@@ -15,7 +15,7 @@ from millpond.cluster.messages import WorkerReport
 from millpond.engine.cluster_figures import Role, WorkerInfo
 from millpond.engine.outputs import EngineStats
 from millpond.engine.request import CacheOptions
-from millpond.errors import MillpondError, OptionError
+from millpond.errors import CacheMismatchError, MillpondError, OptionError
 
 #: Makes a worker of a name and a role; it is opened by the pool.
 MakeWorker = Callable[[str, Role], WorkerHandle]
@@ -80,6 +80,7 @@ class WorkerPool:
         self._starting: dict[str, WorkerHandle] = {}
         self._numbers: dict[Role, itertools.count[int]] = {}
         self._leaving: set[str] = set()  # those that are being drained, or will be
+        self._codes: str | None = None  # mark of the codes in which requests move
         self._closed = False
 
     async def open(self) -> None:
@@ -87,18 +88,32 @@ class WorkerPool:
 
         Raises:
             MillpondError: one of them does not start; all are ended.
+            CacheMismatchError: their codes differ; all are ended.
         """
         handles = [self._new(role) for role in self._roles]
-        results = await asyncio.gather(*(handle.open() for handle in handles), return_exceptions=True)
+        results = await asyncio.gather(*(self._open(handle) for handle in handles), return_exceptions=True)
         errors = [one for one in results if isinstance(one, BaseException)]
         if errors:
             for handle in handles:
                 handle.kill()
             raise errors[0]
-        for handle, model in zip(handles, results, strict=True):
-            assert not isinstance(model, BaseException)
-            self.model = model
+        for handle in handles:
             self._serve(handle)
+
+    async def _open(self, handle: WorkerHandle) -> None:
+        """Start a worker, and compare its codes with those of the others.
+
+        Raises:
+            MillpondError: it does not start.
+            CacheMismatchError: other workers have other codes.
+        """
+        context, vocabulary, cache, codes = await handle.open()
+        if self.model is not None and codes != self._codes:
+            raise CacheMismatchError(
+                f"worker {handle.name} sends caches {_in_codes(codes)}, and others {_in_codes(self._codes)}: give all "
+                "the same storage_codec and the same transform file as calibration, on every machine"
+            )
+        self.model, self._codes = (context, vocabulary, cache), codes
 
     async def close(self) -> None:
         """End all workers."""
@@ -234,7 +249,7 @@ class WorkerPool:
         handle = self._new(role)
         self._starting[handle.name] = handle
         try:
-            await handle.open()
+            await self._open(handle)
         except BaseException:
             handle.kill()
             raise
@@ -255,6 +270,10 @@ class WorkerPool:
         starting = any(one.role == role for one in self._starting.values())
         if not self.able(role) and not starting:
             self._listener.role_failed(role, error)
+
+
+def _in_codes(mark: str | None) -> str:
+    return "as they are" if mark is None else f"in codes of {mark}"
 
 
 async def _end(handle: WorkerHandle) -> None:

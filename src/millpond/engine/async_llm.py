@@ -168,6 +168,11 @@ class AsyncLLM:
         return self._engine.cache
 
     @property
+    def codes(self) -> str | None:
+        """Mark of the codes in which its requests move, see `Engine.codes`."""
+        return self._engine.codes
+
+    @property
     def sessions(self) -> SessionStore | None:
         """Caches of finished turns on the disk; None: none are stored."""
         return self._engine.sessions
@@ -395,13 +400,16 @@ class AsyncLLM:
                 self._let_leave(outputs)
                 step_s = time.monotonic() - began
                 self.busy_s += step_s
+            elif self._engine.idle_s is not None:
+                self._engine.tidy()
 
     def _wait(self) -> bool:
         """Wait until there is something to do, and return whether to continue; False: stop."""
         self._since = None
         with self._changed:
             while not (self._calls or self._engine.busy or self._closing or self._stopped):
-                self._changed.wait()
+                if not self._changed.wait(self._engine.idle_s):
+                    return True  # nothing came: there is time for what waits
             return not self._stopped and bool(self._calls or self._engine.busy or not self._closing)
 
     def _take_in(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from millpond.cache.coded.text import CodedText
 from millpond.engine.detokenizer import Writer
 from millpond.engine.outputs import Completion, FinishReason, Forgotten, KVStats, TokenLogprob
 from millpond.engine.sampling.params import SamplingParams
@@ -26,6 +27,7 @@ class ReuseCounts(NamedTuple):
     reused_tokens: int = 0
     recomputed_tokens: int = 0
     forgotten_tokens: int = 0
+    decoded_tokens: int = 0
     exact: bool = True
 
 
@@ -44,6 +46,9 @@ class CompletionState:
         kv: Size of its cache; set by the engine.
         shared: Tokens of its prompt that others had read; set by the engine.
         reuse: Tokens from a chunk store or an earlier turn; set by the engine.
+        codes: Codes that the beginning of its cache was decoded from; None: there are none. Set by the engine.
+        copied: Codes of the last copy of its cache, which the next one goes on from; None: there was none. Set by the
+            engine.
     """
 
     def __init__(
@@ -56,6 +61,8 @@ class CompletionState:
         self.forgotten: tuple[Forgotten, ...] = ()
         self.shared = 0
         self.reuse = ReuseCounts()
+        self.codes: CodedText | None = None
+        self.copied: CodedText | None = None
         self._params = params
         self.max_new_tokens = max_new_tokens
         self._ends = frozenset() if params.ignore_eos else ends
@@ -86,7 +93,12 @@ class CompletionState:
 
     def begin_again(self) -> None:
         """Start again with an empty cache, which reads the prompt and then the tokens it has."""
-        self._n_fed, self.shared, self.reuse = 0, 0, ReuseCounts()
+        self._n_fed, self.shared, self.reuse, self.codes, self.copied = 0, 0, ReuseCounts(), None, None
+
+    def decoded_from(self, codes: CodedText, n_tokens: int) -> None:
+        """Record that its cache, with so many tokens of its prompt, was decoded."""
+        self.codes = codes
+        self.reuse = self.reuse._replace(decoded_tokens=n_tokens, exact=False)
 
     def replay(self) -> None:
         """Take the next of the tokens that it already has."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -17,11 +18,13 @@ from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.paging.choose import LIVE, keeps_prompts, rule_named
 from millpond.cache.swap import SwapFiles
 from millpond.cache.tiered.block_store import BlockStore
+from millpond.cache.tiered.coded_block import BlockCodec
 from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.codec import codecs_of, resolve
 from millpond.engine.cache_snapshots import SnapshotStore
 from millpond.engine.chunks.loaded import LoadedChunks
 from millpond.engine.chunks.reuse import ChunkLoadSource, ChunkReuse, model_mark
+from millpond.engine.coded.sequence_codec import SequenceCodec, check_codes
 from millpond.engine.config import EngineConfig
 from millpond.engine.decode_groups import DecodeGroups
 from millpond.engine.file_loads import FileLoads
@@ -37,8 +40,8 @@ from millpond.engine.sessions.reuse import SessionReuse, check_continues
 from millpond.engine.sessions.store import DEFAULT_DISK, SessionStore
 from millpond.engine.sessions.stored_turn import session_mark
 from millpond.engine.shared_prefixes import SharedPrefixes
+from millpond.engine.storage_codec import ModelCodec, format_calibration
 from millpond.errors import OptionError
-from millpond.hf.calibration.load import loaded
 from millpond.hf.document import fingerprint
 from millpond.hf.key_biases import loses_by_bias, warn_of_bias
 from millpond.hf.model_support import unwrapped
@@ -46,6 +49,8 @@ from millpond.models.cache_folder import check_folder
 from millpond.models.weights.streamed import StreamedLayers
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import PackedModel
+
+_log = logging.getLogger(__name__)
 
 _COUNTED = (
     "prompt_tokens",
@@ -85,6 +90,8 @@ class Components:
         chunk_reuse: Chunk store; None: prompts hold no chunks.
         chunk_loads: Chunks that are read from files before their prompts begin; None: none are.
         sessions: Stored turns; None: finished turns are not stored.
+        storage_codec: Codec of what waits or travels; None: nothing is coded.
+        sequence_codec: The same for whole sequences; None: they are stored and sent as they are.
         file_loads: All loads that requests may wait for.
         counts: Counters so far, by fields of `EngineStats`.
     """
@@ -109,6 +116,8 @@ class Components:
     chunk_reuse: ChunkReuse | None
     chunk_loads: FileLoads[LoadedChunks] | None
     sessions: SessionReuse | None
+    storage_codec: ModelCodec | None
+    sequence_codec: SequenceCodec | None
     file_loads: tuple[FileLoads[Any], ...]
     image_numbers: ImageNumbers = field(default_factory=ImageNumbers)
     counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_COUNTED, 0)))
@@ -123,6 +132,8 @@ class Components:
         """Return the figures of the engine now, without those of its sessions."""
         figures = [completion.kv for completion in self.requests.unfinished if completion.kv is not None]
         state_bytes = self.decode_groups.state_bytes
+        codec = self.sequence_codec
+        seconds = {"encode": 0.0, "decode": 0.0} if codec is None else codec.coder.seconds
         return EngineStats(
             running=self.scheduler.count(RequestStatus.PREFILL, RequestStatus.DECODE),
             waiting=self.scheduler.count(RequestStatus.WAITING),
@@ -136,6 +147,11 @@ class Components:
             prefix=self.prefix_cache.stats(),
             chunks=None if self.chunk_reuse is None else self.chunk_reuse.store.stats(),
             sessions=None,
+            swapped_bytes=sum(
+                state.private_cache.swapped_bytes for state in self.requests if state.private_cache is not None
+            ),
+            encode_s=seconds["encode"],
+            decode_s=seconds["decode"],
             **self.counts,
         )
 
@@ -167,6 +183,9 @@ def build(
     check_disk(config, streamed, tier, host_kv)
     turn_mark = None if config.cache_dir is None else session_mark(model, config.weights)
     chunk_mark = None if config.chunk_store is None else model_mark(model, config.weights)
+    storage_codec = None
+    if config.storage_codec is not None:
+        storage_codec = ModelCodec.of(model, config.storage_codec, config.calibration)
     packed_mark = None if config.weights is None else f"{config.weights} {fingerprint(unwrapped(model))}"
     memory = MemoryLimit(config.kv_limit, pinned=tier is not None) if host_kv is None else host_kv.limits
     scheduler = _scheduler(config, memory)
@@ -183,7 +202,7 @@ def build(
     closing.callback(packed.close)
     packed.limit_context(config.max_model_len)
     requests = RequestTable()
-    chunk_reuse, chunk_loads = _chunk_reuse(config, packed, chunk_mark, closing)
+    chunk_reuse, chunk_loads = _chunk_reuse(config, packed, chunk_mark, storage_codec, closing)
     swap_files = None if config.swap_to is None else SwapFiles(config.swap_to)
     if swap_files is not None:
         closing.callback(swap_files.close)
@@ -191,11 +210,14 @@ def build(
     if prefix_store is not None:
         closing.callback(prefix_store.close)
     in_one_memory = tier is None and host_kv is None
-    prefix_cache = _prefix_cache(config, memory, prefix_store, requests, in_one_memory)
-    decode_groups = _decode_groups(config, packed, memory, tokenizer, tier, host_kv)
+    coded = None if storage_codec is None else storage_codec.blocks(config.page_slots, packed.dtype)
+    prefix_cache = _prefix_cache(config, memory, prefix_store, requests, in_one_memory, coded)
+    closing.callback(prefix_cache.close)
+    decode_groups = _decode_groups(config, packed, memory, tokenizer, tier, host_kv, storage_codec)
     default_cache = decode_groups.complete(CacheOptions())
     cache_factory = decode_groups.group(default_cache).cache_factory
-    sessions = _sessions(config, packed, turn_mark, cache_factory, prefix_cache, closing)
+    sequence_codec = _sequence_codec(config, packed, storage_codec, cache_factory, closing)
+    sessions = _sessions(config, packed, turn_mark, cache_factory, prefix_cache, sequence_codec, closing)
     of_sessions = None if sessions is None else sessions.loads
     if default_cache.budget is None:
         default_cache = replace(default_cache, budget=cache_factory.budget)
@@ -220,6 +242,8 @@ def build(
         chunk_reuse=chunk_reuse,
         chunk_loads=chunk_loads,
         sessions=sessions,
+        storage_codec=storage_codec,
+        sequence_codec=sequence_codec,
         file_loads=tuple(loads for loads in (chunk_loads, of_sessions) if loads is not None),
     )
 
@@ -244,25 +268,35 @@ def _batch_row_bytes(config: EngineConfig, model: PackedModel, tier: DiskTier | 
 
 
 def _prefix_cache(
-    config: EngineConfig, memory: MemoryLimit, store: BlockStore | None, requests: RequestTable, in_one_memory: bool
+    config: EngineConfig,
+    memory: MemoryLimit,
+    store: BlockStore | None,
+    requests: RequestTable,
+    in_one_memory: bool,
+    codec: BlockCodec | None,
 ) -> PrefixCache:
     """Return the prefix cache.
 
-    Requests in flight share nothing where KV lies on a disk or on several tiers.
+    Requests in flight share nothing where KV lies on a disk or on several tiers. A deterministic engine has no codes
+    there.
     """
     rule = rule_named(config.prefix_cache, config.pager)
     if config.prefix_cache != LIVE:
-        return PrefixCache(memory, rule, config.prompt_block or 1, store)
+        if codec is not None and config.deterministic:
+            _log.warning("deterministic=True: the prefix cache keeps its blocks as they are, without %s", codec.name)
+        codec = None if config.deterministic or rule is None else codec
+        return PrefixCache(memory, rule, config.prompt_block or 1, store, codec=codec, delay_s=config.storage_delay_s)
     return PrefixCache(memory, rule if in_one_memory else None, config.prompt_block or 1, in_flight=requests)
 
 
 def _chunk_reuse(
-    config: EngineConfig, model: PackedModel, mark: str | None, closing: ExitStack
+    config: EngineConfig, model: PackedModel, mark: str | None, codec: ModelCodec | None, closing: ExitStack
 ) -> tuple[ChunkReuse | None, FileLoads[LoadedChunks] | None]:
     """Return the chunk store with its model, and the loads of its files if it has a folder."""
     if config.chunk_store is None or mark is None:
         return None, None
-    reuse = ChunkReuse(config.chunk_store, model, mark, config.max_step_tokens)
+    transform = None if codec is None else codec.transform
+    reuse = ChunkReuse(config.chunk_store, model, mark, config.max_step_tokens, transform)
     if config.chunk_store.folder is None:
         return reuse, None
     loads = FileLoads(ChunkLoadSource(reuse))
@@ -277,6 +311,7 @@ def _decode_groups(
     tokenizer: Any,
     tier: DiskTier | None,
     host_kv: HostKV | None,
+    storage_codec: ModelCodec | None,
 ) -> DecodeGroups:
     choice = config.choice.on([(layer.key_dim, layer.value_dim) for layer in model.layers])
     groups = DecodeGroups(
@@ -287,7 +322,7 @@ def _decode_groups(
         memory,
         config.page_slots,
         tokenizer,
-        loaded(config.calibration),
+        format_calibration(config),
         tier,
         config.reach(model.context_length),
         config.fit,
@@ -295,10 +330,29 @@ def _decode_groups(
         floor=config.budget_floor,
         host_kv=host_kv,
         step_tokens=config.max_step_tokens,
+        sampled=None if storage_codec is None else storage_codec.sampled(config.page_slots),
     )
     for codec in filter(loses_by_bias, codecs_of(resolve(choice.codec))):
         warn_of_bias(codec, model.model)
     return groups
+
+
+def _sequence_codec(
+    config: EngineConfig, model: PackedModel, codec: ModelCodec | None, cache_factory: CacheFactory, closing: ExitStack
+) -> SequenceCodec | None:
+    """Return the codec of whole sequences.
+
+    Raises:
+        OptionError: caches that are to be stored in codes have none.
+    """
+    if codec is None or config.deterministic:
+        return None
+    where = "preemption='codes'" if config.preemption == "codes" else None if config.cache_dir is None else "cache_dir="
+    if where is not None:
+        check_codes(cache_factory, config.choice.method, codec.codec.name, where)
+    sequence_codec = SequenceCodec(codec, model)
+    closing.callback(sequence_codec.close)
+    return sequence_codec
 
 
 def _sessions(
@@ -307,6 +361,7 @@ def _sessions(
     mark: str | None,
     cache_factory: CacheFactory,
     prefix_cache: PrefixCache,
+    codec: SequenceCodec | None,
     closing: ExitStack,
 ) -> SessionReuse | None:
     if mark is None or config.cache_dir is None:
@@ -314,7 +369,7 @@ def _sessions(
     check_continues(cache_factory, config.choice.method)
     store = SessionStore(config.cache_dir, config.cache_disk or DEFAULT_DISK)
     closing.callback(store.close)
-    sessions = SessionReuse(store, model, mark, prefix_cache.make_room, prefix_cache.cached_tokens)
+    sessions = SessionReuse(store, model, mark, prefix_cache.make_room, prefix_cache.cached_tokens, codec)
     closing.callback(sessions.loads.close)
     return sessions
 
@@ -344,6 +399,8 @@ def check_disk(
     Raises:
         OptionError: such a setting.
     """
+    if config.storage_codec is not None and any(part is not None for part in (tier, streamed, host_kv)):
+        raise OptionError(f"storage_codec= {_IN_MEMORY}")
     if tier is not None and keeps_prompts(config.prefix_cache):
         raise OptionError(
             f"prefix_cache={config.prefix_cache!r} keeps pages of prompts in memory; leave it out where KV lies on a "

@@ -8,9 +8,10 @@ from typing import Any
 
 from millpond.budget import parse_bytes
 from millpond.cache.pages.page_slots import check_slots
-from millpond.cache.paging.choose import keeps_prompts, rule_named
+from millpond.cache.paging.choose import LIVE, keeps_prompts, rule_named
 from millpond.codec import before_rope, codec_text, codecs_of, resolve
 from millpond.engine.settings import EngineSettings
+from millpond.engine.storage_codec import check_storage
 from millpond.errors import OptionError
 from millpond.hf.cache_spec import budget_of, policy_of
 from millpond.hf.fit import check_bound, is_auto
@@ -40,10 +41,13 @@ class EngineConfig(EngineSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_slots(self.page_slots)
+        if self.storage_codec is not None and self.prefix_cache == LIVE:  # codes are for what waits
+            object.__setattr__(self, "prefix_cache", True)
         if self.cache_disk is not None and self.cache_dir is None:
             raise OptionError(f"cache_disk={self.cache_disk!r} limits the files in cache_dir=; give that too")
         rule_named(self.prefix_cache, self.pager)
         self._check_prefix_disk()
+        self._check_preemption()
         check_format(self.weights)
         check_own_layers(self.runner, self.native_layers, weights=self.weights, deterministic=self.deterministic)
         self._check_blocks()
@@ -61,6 +65,8 @@ class EngineConfig(EngineSettings):
             policy = rolling_policy(policy, method, bool(codecs))
         for each_codec in codecs:
             policy.check_codec(each_codec)
+        if self.storage_codec is not None:
+            check_storage(self, method, policy, codecs)
 
     @property
     def choice(self) -> Choice:
@@ -74,6 +80,30 @@ class EngineConfig(EngineSettings):
         """
         evicting = bool(self.options) or self.overflow == "rolling"
         return choose(self.method, self.budget, self.codec, self.preset, evicting)
+
+    def _check_preemption(self) -> None:
+        """Check that preempted requests can be coded, if they are to be.
+
+        Raises:
+            OptionError: there is no codec, or another setting that goes without one.
+        """
+        if self.preemption != "codes":
+            return
+        if self.storage_codec is None:
+            raise OptionError(
+                "preemption='codes' writes caches in a storage codec: give storage_codec='transform:1.5' and the "
+                "model's transform file as calibration, or leave preemption out"
+            )
+        if self.deterministic:
+            raise OptionError(
+                "preemption='codes' gives a request other bits than it had, and deterministic=True promises equal "
+                "ones; use preemption='swap'"
+            )
+        if self.swap_to is not None:
+            raise OptionError(
+                f"swap_to={str(self.swap_to)!r} takes pages as they are, and preemption='codes' keeps codes in the "
+                "host's memory; leave one of the two out"
+            )
 
     def _check_prefix_disk(self) -> None:
         """Check that a disk of the prefix cache has its size and a prefix cache.

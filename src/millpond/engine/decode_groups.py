@@ -13,6 +13,7 @@ from millpond.cache.layer.host_layer_cache import HostKV
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.pool_set import PoolSet
 from millpond.cache.pages.tier_limits import TierLimits
+from millpond.cache.state.attention_samples import SampledAttention
 from millpond.cache.state.recurrent_states import StateSlots
 from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.codec import Codec, CodecSpec, codec_text
@@ -52,6 +53,7 @@ class DecodeGroups:
         floor: Least tokens of a share, see `EngineConfig`.
         host_kv: Layers whose pages are in the host's memory while the model is on a device; None: there are none.
         step_tokens: Tokens of one step, where prompts are read.
+        sampled: Rule by which the attention of prompts is sampled, for a storage codec; None: it is not.
 
     Attributes:
         reach: Positions after which gaps close and a text continues; None: it ends there.
@@ -72,6 +74,7 @@ class DecodeGroups:
         floor: int = 0,
         host_kv: HostKV | None = None,
         step_tokens: int = 512,
+        sampled: SampledAttention | None = None,
     ) -> None:
         self.reach, self._named, self._floor = reach, named, floor
         self.defaults = defaults
@@ -80,7 +83,7 @@ class DecodeGroups:
         self._page_slots = page_slots
         self._tokenizer = tokenizer
         self._calibration, self._tier, self._host_kv = calibration, tier, host_kv
-        self._step_tokens = step_tokens
+        self._step_tokens, self._sampled = step_tokens, sampled
         self._fit, self._fits = fit, dict[str, Fit]()
         self._groups: dict[tuple[Any, ...], DecodeGroup] = {}
         self._pools: dict[tuple[Any, ...], PoolSet] = {}
@@ -130,6 +133,7 @@ class DecodeGroups:
                     self.reach,
                     self._host_kv,
                     self._step_tokens,
+                    self._sampled,
                 )
                 self._groups[group_key] = DecodeGroup(cache_factory, self._model.layers)
         return self._groups[group_key]

@@ -138,6 +138,15 @@ class Engine:
         return None if self._parts.sessions is None else self._parts.sessions.store
 
     @property
+    def codes(self) -> str | None:
+        """Mark of the codes in which its requests move and its turns are stored: storage codec and transform.
+
+        None: they do so as they are.
+        """
+        codec = self._parts.sequence_codec
+        return None if codec is None else codec.mark
+
+    @property
     def grammars(self) -> Grammars:
         """Compiler of the rules that answers can be made to follow; compiles from any thread."""
         return self._sampler.grammars
@@ -247,6 +256,17 @@ class Engine:
     def busy(self) -> bool:
         """Whether a step would do or report anything."""
         return bool(self._requests or self._changed_outside_step)
+
+    @property
+    def idle_s(self) -> float | None:
+        """Seconds until `tidy` has something to do while no request is in flight; None: nothing."""
+        return self._parts.prefix_cache.due_s
+
+    def tidy(self) -> None:
+        """Do what waits for a moment without requests: blocks that nobody uses are coded."""
+        self._parts.prefix_cache.advance()
+        self._parts.trim()
+        self._stats = self._parts.stats()
 
     def drain(self) -> list[RequestOutput]:
         """Step until no request is left, and return the last output of each."""
@@ -455,6 +475,7 @@ class Engine:
             elif not changed:
                 for loads in self._parts.file_loads:
                     loads.wait()
+                self._parts.prefix_cache.wait()
         except Exception as error:
             changed += self._fail_step(groups, reading, error)
             if self._faults.fatal:
@@ -463,6 +484,7 @@ class Engine:
         finally:
             self.in_step = ()
         self._parts.prefix_cache.release_unheld()
+        self._parts.prefix_cache.advance()
         if not self._requests:
             self._parts.trim()
         self._stats = self._parts.stats()

@@ -43,7 +43,7 @@ def _check_pages(memory_limit: MemoryLimit, batch_caches: Iterable[BatchCache], 
                 sum(batch_cache.n_seq for batch_cache in batch_caches if not batch_cache.is_swapped_out)
             )
             continue
-        if any(pool is shared.sum_memory for shared in trees):
+        if any(pool is shared.sum_memory or (shared.codes and pool is shared.codes.memory) for shared in trees):
             continue
         assert isinstance(pool, RefCountedPool), "nothing else shares the limit"
         held = [part.held() for part in parts if part.page_lists.pool is pool]

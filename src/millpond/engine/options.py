@@ -13,9 +13,10 @@ from millpond.cache.chunks.store import ChunkStore
 from millpond.codec import CodecSpec
 from millpond.engine.offload.machine import MachineConstants
 from millpond.engine.offload.plan import Plan
-from millpond.engine.settings import OnPressure, Overflow
+from millpond.engine.settings import OnPressure, Overflow, Preemption
 from millpond.hf.calibration.load import CalibrationSource
 from millpond.hf.fit import FitSource
+from millpond.hf.text_storage import TransformSource
 from millpond.models.weights.streamed import Verify
 from millpond.runner.runner_choice import Runner
 
@@ -27,7 +28,9 @@ class EngineOptions(TypedDict, total=False):
     options: Mapping[str, Any]
     budget: Budget | str | int | float | None
     codec: CodecSpec | None
-    calibration: CalibrationSource
+    calibration: CalibrationSource | TransformSource
+    storage_codec: str | None
+    storage_delay_s: float
     max_kl: float | None
     fit: FitSource
     kv_memory: str | int | None
@@ -40,6 +43,7 @@ class EngineOptions(TypedDict, total=False):
     prefix_disk: str | int | None
     prefix_folder: str | PathLike[str] | None
     swap_to: str | PathLike[str] | None
+    preemption: Preemption
     page_slots: int
     runner: Runner
     native_layers: bool

@@ -53,7 +53,9 @@ class KVStats:
         reused_tokens: Tokens of the prompt that came from a chunk store.
         recomputed_tokens: Tokens of its reused chunks that were computed again.
         forgotten_tokens: Tokens of the prompt that left by `PromptMarks.forget`.
-        exact: Whether all of them are as the whole prompt would give them, up to rounding: not after a compressed turn.
+        decoded_tokens: Tokens of the prompt that came from codes of a storage codec.
+        exact: Whether all of them are as the whole prompt would give them, up to rounding: not after a compressed turn,
+            nor from codes.
     """
 
     seen: int
@@ -68,6 +70,7 @@ class KVStats:
     reused_tokens: int = 0
     recomputed_tokens: int = 0
     forgotten_tokens: int = 0
+    decoded_tokens: int = 0
     exact: bool = True
 
 
@@ -206,7 +209,18 @@ class PrefixStats:
         disk_blocks: Blocks on the disk; 0 without `prefix_disk`.
         disk_bytes: Their bytes.
         returned: Counter of blocks that were read back from the disk.
-        lost: Counter of blocks that could not be read there.
+        lost: Counter of blocks that could not be read there, or whose codes were damaged.
+        coded_blocks: Blocks in memory with codes of the storage codec, with pages or without.
+        coded_bytes: Bytes of these codes.
+        waiting_blocks: Blocks that wait to be coded.
+        live_blocks: Blocks with pages, where there is a storage codec.
+        live_bytes: Bytes of these pages.
+        encoded: Counter of blocks that were coded.
+        decoded: Counter of blocks that were decoded.
+        encode_s: Counter of CPU seconds of coding.
+        decode_s: Counter of CPU seconds of decoding.
+        decoded_tokens: Counter of tokens of prompts that came from codes.
+        storage_codec: Name of the storage codec of its blocks; "" where they are not coded.
     """
 
     rule: str
@@ -219,6 +233,17 @@ class PrefixStats:
     disk_bytes: int = 0
     returned: int = 0
     lost: int = 0
+    coded_blocks: int = 0
+    coded_bytes: int = 0
+    waiting_blocks: int = 0
+    live_blocks: int = 0
+    live_bytes: int = 0
+    encoded: int = 0
+    decoded: int = 0
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+    decoded_tokens: int = 0
+    storage_codec: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +271,9 @@ class EngineStats:
         prefix: Figures of the prefix cache; None without one.
         restored_tokens: Counter of tokens of prompts that stored turns had read.
         sessions: Figures of the stored turns; None: none are stored.
+        swapped_bytes: Bytes on the host of the caches of preempted requests.
+        encode_s: Counter of seconds in which sequences of requests were coded: of turns, preempted and sent requests.
+        decode_s: Counter of seconds in which they were decoded.
     """
 
     running: int
@@ -268,3 +296,6 @@ class EngineStats:
     prefix: PrefixStats | None = None
     restored_tokens: int = 0
     sessions: SessionStats | None = None
+    swapped_bytes: int = 0
+    encode_s: float = 0.0
+    decode_s: float = 0.0

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
-from millpond.cache.batch_cache import Pages
+import numpy as np
+
+from millpond.cache.batch_cache import BatchCache, Pages
+from millpond.cache.coded.swap import SequenceFacts, SwapCoding
 from millpond.cache.pages.ref_counted_pool import Pool
 from millpond.cache.tiered.disk_tier import DiskTier
+from millpond.engine.coded.exact import exact_positions
+from millpond.engine.coded.sequence_codec import has_codes
 from millpond.engine.components import Components
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.memory_estimate import pages_to_read
@@ -33,6 +38,9 @@ class Preemptor:
         self._scheduler, self._requests = parts.scheduler, parts.requests
         self._prefix_cache, self._shared_prefixes = parts.prefix_cache, parts.shared_prefixes
         self._swap_files, self._tier = parts.swap_files, parts.disk_tier
+        self._file_loads = parts.file_loads
+        self._decoding: list[RequestState] = []  # preempted, and their codes are being decoded
+        self._codec = parts.sequence_codec if parts.config.preemption == "codes" else None
 
     def pop_lost(self) -> list[RequestState]:
         """Return the requests in `lost`, which is empty afterwards."""
@@ -45,6 +53,7 @@ class Preemptor:
         Pages of prompts that are kept for others go before any request does, and so do shared prefixes. A request that
         is alone is never swapped out: if it does not fit, running it raises.
         """
+        self._end_decoding()
         for scheduled in step.release:
             self._shared_prefixes.release(self._requests[scheduled.key])
         for scheduled in step.preempt:
@@ -64,6 +73,14 @@ class Preemptor:
             assert victim is not None, "a running request can be swapped out"
             self._preempt(victim)
 
+    def _end_decoding(self) -> None:
+        """Let requests whose codes are decoded resume; wait for one where nothing runs."""
+        idle = not self._scheduler.count(RequestStatus.PREFILL, RequestStatus.DECODE)
+        for state in self._decoding:
+            if state.private_cache is None or state.private_cache.prepare_swap_in(wait=idle):
+                state.scheduled.is_loading = idle = False
+        self._decoding = [state for state in self._decoding if state.scheduled.is_loading]
+
     def _preempt(self, scheduled: SchedulerRequest) -> None:
         state = self._requests[scheduled.key]
         if scheduled.is_shared_prefix:
@@ -76,26 +93,61 @@ class Preemptor:
                 else state.group.part(state.unfinished)
             )
         try:
-            state.private_cache.swap_out(self._swap_files)
+            state.private_cache.swap_out(self._swap_files, self._coding(state, state.private_cache))
         except Exception as error:
             self._fail(state, error)
         self._counts["preemptions"] += 1
 
+    def _coding(self, state: RequestState, batch_cache: BatchCache) -> SwapCoding | None:
+        """Return how the cache of a request is coded; None: it is not."""
+        if self._codec is None or not batch_cache.n_seq or state.prompt_logprobs is not None:
+            return None
+        if state.marks.forget or state.decoded or not has_codes(state.group.cache_factory):
+            return None  # tokens from coded blocks of the prefix cache are not coded again
+        exact = exact_positions(state, len(batch_cache.layers))
+        sequences = []
+        for completion, seen in zip(state.unfinished, batch_cache.tracker.seen.tolist(), strict=False):
+            ids = np.concatenate([state.ids_array, np.array(completion.tokens, dtype=np.int64)])[:seen]
+            sequences.append(SequenceFacts(ids, exact, completion.codes))
+        return SwapCoding(self._codec.coder, self._codec.thread, sequences)
+
     def _resume(self, scheduled: SchedulerRequest) -> None:
         state = self._requests[scheduled.key]
         assert state.private_cache is not None, "a resumed request was swapped out"
+        alone = self._scheduler.count(RequestStatus.PREFILL, RequestStatus.DECODE) == 1
+        if not state.private_cache.prepare_swap_in(wait=alone):
+            scheduled.status, scheduled.is_loading = RequestStatus.PREEMPTED, True
+            self._decoding.append(state)
+            return
         if not self._prefix_cache.make_room(state.private_cache.pages_to_swap_in()):
             self._scheduler.postpone_resume(scheduled)
             return
+        was_coded = state.private_cache.is_coded
         try:
-            state.private_cache.swap_in()
+            codes = state.private_cache.swap_in()
         except Exception as error:
+            if was_coded and isinstance(error, DataError):
+                return self._begin_again(state)
             self._scheduler.postpone_resume(scheduled)
             return self._fail(state, error)
+        if codes is not None:  # all answers share one sequence while their prompt is read
+            for index, completion in enumerate(state.unfinished):
+                completion.decoded_from(codes[min(index, len(codes) - 1)], scheduled.num_computed_tokens)
         if scheduled.num_computed_tokens == scheduled.num_prompt_tokens:
             state.group = state.group.with_room(len(state.unfinished))
             state.group.join(state.private_cache, state.unfinished)
             state.private_cache = None
+
+    def _begin_again(self, state: RequestState) -> None:
+        """Let a request whose codes are damaged read its prompt again.
+
+        The tokens that it has follow.
+        """
+        state.begin_again()
+        self._scheduler.restart(state.scheduled, len(state.unfinished))
+        for loads in self._file_loads:
+            loads.forget(state)
+            loads.add(state)
 
     def _reserve(self, scheduled: SchedulerRequest, tier: DiskTier) -> None:
         """Reserve the disk space of a request that begins; where it is missing the request ends."""

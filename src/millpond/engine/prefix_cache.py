@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import torch
 
 from millpond.cache.batch_cache import BatchCache, Pages
+from millpond.cache.node_codes import NodeCodes
 from millpond.cache.pages.memory_limit import MemoryLimit, SumMemory
-from millpond.cache.pages.ref_counted_pool import Pool
 from millpond.cache.paging.rule import PagingRule
-from millpond.cache.prefix_tree import PrefixNode, PrefixTree, tables_of
+from millpond.cache.prefix_node import Behind, Coding, PrefixNode, tables_of
+from millpond.cache.prefix_tree import PrefixTree
 from millpond.cache.state.prompt_sums import PromptSums, SumKind
 from millpond.cache.tiered.block_store import BlockStore
+from millpond.cache.tiered.coded_block import BlockCodec
+from millpond.engine.coded_prefixes import CodedPrefixes
 from millpond.engine.memory_estimate import keeps_pages, plan_pages
 from millpond.engine.outputs import PrefixStats
 from millpond.engine.prompt_marks import MAX_COMPARED, common_ends
 from millpond.engine.request_state import RequestState
 from millpond.engine.request_table import RequestTable
 from millpond.engine.shared_codes import SharedCodes
-from millpond.runner.cache_factory import CacheFactory
+from millpond.engine.sharing import can_code, can_share, sum_pages
 
 #: Most blocks that are evicted for the sums of one breakpoint: pages of other blocks may hold their memory back.
 MAX_EVICTED = 64
@@ -45,6 +48,12 @@ class PrefixCache:
         in_flight: All requests in flight, if only these share and blocks are dropped once none of them holds the pages
             or waits to begin with them (ChunkAttention, Ye et al., 2024, section 3.1); None: blocks are kept for later
             requests.
+        codec: Codec of blocks that nobody uses; None: they stay as they are.
+        delay_s: Seconds from the last use of a block until it is coded.
+
+    Attributes:
+        tree: The tree.
+        coded: Coder of its blocks; None: they stay as they are.
     """
 
     def __init__(
@@ -54,8 +63,16 @@ class PrefixCache:
         unit: int = 1,
         store: BlockStore | None = None,
         in_flight: RequestTable | None = None,
+        codec: BlockCodec | None = None,
+        delay_s: float = 0.0,
     ) -> None:
-        self.tree = PrefixTree(rule, None if rule is None else SumMemory(memory_limit), store)
+        codes = None
+        if codec is not None:
+            codes = NodeCodes(SumMemory(memory_limit), delay_s, keeps_pages=memory_limit.limit_bytes is not None)
+        self.tree = PrefixTree(rule, None if rule is None else SumMemory(memory_limit), store, codes)
+        self.coded = None
+        if codec is not None:
+            self.coded = CodedPrefixes(self.tree, codec, self.make_room, memory_limit.make_room)
         self._store = store
         self._rule = rule
         self._hits = self._misses = 0
@@ -72,7 +89,7 @@ class PrefixCache:
         if not self._shares(state):
             return 0
         self._load_from_disk(state)
-        path = self._match_prefix(state)
+        path = self._with_pages(state, self._match_prefix(state))
         self._hits += len(path)
         self._misses += len(state.ids) // state.group.slots - len(path)
         if path:
@@ -83,7 +100,32 @@ class PrefixCache:
                 torch.from_numpy(state.ids_array).to(path[0].pools[0].arrays.device),
                 None if sums is None else path[-1].sums[sums].complete(),
             )
+            self._begin_with_codes(state, path)
         return len(path) * state.group.slots
+
+    def waits_for_codes(self, state: RequestState) -> bool:
+        """Return whether a prompt that would begin waits for blocks that are being decoded."""
+        if self.coded is None or state.group.cache_factory.slots is not None or not self._shares(state):
+            return False
+        self._load_from_disk(state)
+        return not self.coded.prepare(self._match_prefix(state))
+
+    def _with_pages(self, state: RequestState, path: list[PrefixNode]) -> list[PrefixNode]:
+        """Return the beginning of a path that has pages, in whole units or to the last sums."""
+        n = next((n for n, node in enumerate(path) if not node.pages), len(path))
+        return path if n == len(path) else self._usable(state, path[:n])
+
+    def _begin_with_codes(self, state: RequestState, path: list[PrefixNode]) -> None:
+        """Take note of what a prompt has begun with: decoded blocks, and exact tokens."""
+        if self.coded is None or state.private_cache is None:
+            return
+        decoded = [n for n, node in enumerate(path) if node.decoded or isinstance(node.key[0], Behind)]
+        state.behind, state.begun_with = decoded[0] if decoded else None, len(path)
+        state.decoded = sum(node.decoded for node in path) * state.group.slots
+        self.coded.counts.decoded_tokens += state.decoded
+        exact = [node.exact for node in path if node.exact is not None]
+        if state.private_cache.samples is not None and len(exact) == len(path):
+            state.private_cache.samples.begin_with(torch.cat(exact, 1))
 
     def cached_tokens(self, state: RequestState) -> int:
         """Return how many tokens at the beginning of a prompt have known pages."""
@@ -166,13 +208,19 @@ class PrefixCache:
 
     def _insert_path(self, state: RequestState, batch_cache: BatchCache, n_tokens: int) -> list[PrefixNode]:
         tables = [layer_cache.table for layer_cache in batch_cache.layers if layer_cache.table is not None]
-        return self.tree.keep(self._cache_key(state), state.share_ids[:n_tokens], tables, self._access(state))
+        key, ids, coding = self._cache_key(state), state.share_ids[:n_tokens], None
+        samples = batch_cache.samples
+        if self.coded is not None and samples is not None and samples.has_seen(n_tokens) and can_code(tables):
+            bases = [table.basis for table in tables]
+            first = 0 if state.behind is None else state.begun_with
+            coding = Coding(partial(samples.exact, self.coded.unit), bases, first)
+        return self.tree.keep(key, ids, tables, self._access(state), coding=coding, behind=state.behind)
 
     def _insert_sums(self, state: RequestState, batch_cache: BatchCache) -> None:
         """Keep a part of a prompt and its sums, if memory is free or blocks can be evicted."""
         kind, read = SumKind.of(state.group.cache_factory.policy), state.scheduled.num_computed_tokens
         assert kind is not None, "a policy with sums"
-        path = self.tree.find(self._cache_key(state), state.share_ids[:read], state.group.slots)
+        path = self._own_path(state, read)
         if len(path) * state.group.slots == read and kind in path[-1].sums:
             self._insert_path(state, batch_cache, read)
             return
@@ -209,14 +257,14 @@ class PrefixCache:
         path: list[PrefixNode] = []
         if self._shares(state):
             if state.group.cache_factory.policy.sums_prompt:  # it was kept at its breakpoints
-                path = self.tree.find(self._cache_key(state), state.share_ids, state.group.slots)
+                path = self._own_path(state, len(state.ids))
             elif self._in_flight is None or keeps_pages(state.group.cache_factory):
                 path = self._insert_path(state, batch_cache, len(state.ids))
             else:  # its plan leaves these pages
                 n_wanted = max(self._ends_in_common(state, self._in_flight), default=0)
                 if n_wanted:
                     self._insert_path(state, batch_cache, n_wanted)
-                path = self.tree.find(self._cache_key(state), state.share_ids, state.group.slots)
+                path = self._own_path(state, len(state.ids))
                 self.tree.drop_end(path, n_wanted // state.group.slots, holders=2)
 
         if self._shares(state):
@@ -238,6 +286,26 @@ class PrefixCache:
     def trees(self) -> tuple[PrefixTree, PrefixTree]:
         """Trees of plain pages and of pages of codes."""
         return self.tree, self._codes.tree
+
+    def advance(self) -> None:
+        """Code blocks that are due, and take codes that were made; called between two passes."""
+        if self.coded is not None:
+            self.coded.advance()
+
+    @property
+    def due_s(self) -> float | None:
+        """Seconds until `advance` has something to do without requests; None: nothing."""
+        return None if self.coded is None else self.coded.due_s
+
+    def wait(self) -> None:
+        """Wait for blocks that are decoded, for a moment."""
+        if self.coded is not None:
+            self.coded.wait()
+
+    def close(self) -> None:
+        """Stop coding."""
+        if self.coded is not None:
+            self.coded.close()
 
     def clear(self) -> None:
         """Drop all blocks."""
@@ -269,6 +337,8 @@ class PrefixCache:
         figures = PrefixStats(
             self._rule.name, len(tree), self._hits, self._misses, tree.evicted, tree.sum_memory.nbytes
         )
+        if self.coded is not None:
+            figures = replace(figures, **self.coded.figures())
         if self._store is None:
             return figures
         return replace(
@@ -282,7 +352,7 @@ class PrefixCache:
     def remove(self, state: RequestState) -> None:
         """Remove the blocks of a request that no other kept block follows."""
         if self._shares(state):
-            path = self.tree.find(self._cache_key(state), state.share_ids, state.group.slots)
+            path = self._own_path(state, len(state.ids))
             while self.tree.shorten(path):
                 pass
 
@@ -303,7 +373,24 @@ class PrefixCache:
         max_shared = self._max_shared_tokens(state)
         if not self._shares(state) or max_shared <= 0:
             return []
-        path = self.tree.find(self._cache_key(state), state.share_ids[:max_shared], state.group.slots)
+        return self._usable(state, self._find(state, max_shared, self.coded is not None))
+
+    def _find(self, state: RequestState, n_tokens: int, behind: bool) -> list[PrefixNode]:
+        """Return the blocks in memory with which a prompt begins.
+
+        behind: whether those behind decoded ones may be among them.
+        """
+        return self.tree.find(self._cache_key(state), state.share_ids[:n_tokens], state.group.slots, behind=behind)
+
+    def _own_path(self, state: RequestState, n_tokens: int) -> list[PrefixNode]:
+        """Return the blocks in memory of what a prompt has read, of its kind."""
+        return self._find(state, n_tokens, state.behind is not None)
+
+    def _usable(self, state: RequestState, path: list[PrefixNode]) -> list[PrefixNode]:
+        """Return the beginning of a path from which a prompt can continue.
+
+        It has whole units, or ends at the last sums.
+        """
         kind = SumKind.of(state.group.cache_factory.policy)
         if kind is None:
             return path[: self._whole_units(state, len(path))]
@@ -323,14 +410,17 @@ class PrefixCache:
     def _with_stored(self, state: RequestState) -> tuple[list[PrefixNode], list[PrefixNode]]:
         """Return a prompt's first blocks in memory, and those on the disk after them.
 
-        Blocks on the disk have no sums, so requests that need sums find none there.
+        Requests that need sums go on up to the last of them on the disk, where they are with a storage codec alone.
         """
-        max_shared = self._max_shared_tokens(state)
-        if not self.tree.n_stored or max_shared <= 0 or SumKind.of(state.group.cache_factory.policy) is not None:
+        max_shared, sums = self._max_shared_tokens(state), SumKind.of(state.group.cache_factory.policy)
+        if not self.tree.n_stored or max_shared <= 0 or (sums is not None and self.coded is None):
             return [], []
         kind, shared_ids, slots = self._cache_key(state), state.share_ids[:max_shared], state.group.slots
-        path = self.tree.find(kind, shared_ids, slots)
-        return path, self.tree.find_stored(kind, shared_ids, slots, path)
+        path = self._find(state, max_shared, self.coded is not None)
+        stored = self.tree.find_stored(kind, shared_ids, slots, path)
+        if sums is not None:
+            stored = stored[: next((n for n in range(len(stored), 0, -1) if stored[n - 1].has_stored(sums)), 0)]
+        return path, stored
 
     def _load_from_disk(self, state: RequestState) -> None:
         """Load blocks with which a prompt continues from the disk."""
@@ -371,28 +461,3 @@ class PrefixCache:
         scorer = policy.entry_scores
         scores = policy.sums_prompt, None if scorer is None else scorer.digest
         return cache_factory.pools.format, policy.mass_bias, scores, hashed
-
-
-def can_share(cache_factory: CacheFactory) -> bool:
-    """Return whether a plan needs only keys, values and sums of a prompt's beginning.
-
-    The sums are those over its queries.
-    """
-    policy = cache_factory.policy
-    moves = policy.prefill != "once" or policy.positions != "absolute"
-    observes = any(codec.balanced or codec.prune > 0 or codec.prune_values > 0 for codec in cache_factory.pools.codecs)
-    if (
-        cache_factory.slots is not None or policy.gates is not None
-    ):  # the states at the end of what is shared are not kept
-        return False
-    if policy.sums_prompt and policy.scores_entries:  # both are kept in one place
-        return False
-    return not (moves or observes or cache_factory.whole_prompt)
-
-
-def sum_pages(*parts: Pages) -> Pages:
-    """Return the sum of pages."""
-    need: Counter[Pool] = Counter()
-    for pages in parts:
-        need.update(pages)
-    return dict(need)

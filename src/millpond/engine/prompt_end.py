@@ -10,8 +10,8 @@ from millpond.cache.batch_cache import Pages
 from millpond.engine.components import Components
 from millpond.engine.decode_group import figures_of
 from millpond.engine.forget import record_forgotten
-from millpond.engine.prefix_cache import sum_pages
 from millpond.engine.request_state import RequestState
+from millpond.engine.sharing import sum_pages
 
 
 class PromptEnd:
@@ -60,6 +60,7 @@ class PromptEnd:
         assert batch_cache is not None, "a prompt that was read has a cache"
         if state.times.first_token is None:
             state.times = replace(state.times, first_token=time.monotonic())
+        state.samples = batch_cache.samples
         with state.own_work():
             self._prefix_cache.insert(state, pages_of_later)
             if state.unfinished or self._sessions is not None:

@@ -57,7 +57,7 @@ class PromptStart:
             state = self._requests[scheduled.key]
             with state.own_work():
                 if state.private_cache is None and state.shared_prefix is None:
-                    if self._waits_for_reader(state, begun):
+                    if self._waits_for_reader(state, begun) or self._waits_for_codes(state):
                         continue
                     self._prefix_cache.add_common_breakpoints(state, self._requests)
                     begun.append(state)
@@ -85,6 +85,10 @@ class PromptStart:
             state.waited += 1
         return True
 
+    def _waits_for_codes(self, state: RequestState) -> bool:
+        """Return whether a prompt passes this step while blocks that it begins with are decoded."""
+        return not state.spans and self._prefix_cache.waits_for_codes(state)
+
     def _tokens_to_read(self, state: RequestState, n: int) -> int:
         """Return how many of the next `n` tokens of a prompt one pass reads.
 
@@ -111,12 +115,15 @@ class PromptStart:
         if state.restored:
             self._counts["restored_tokens"] += n_tokens
             for completion in state.completions:
-                completion.reuse = ReuseCounts(restored_tokens=n_tokens, exact=state.restored_exact)
+                decoded = 0 if completion.codes is None else n_tokens
+                completion.reuse = ReuseCounts(n_tokens, decoded_tokens=decoded, exact=state.restored_exact)
             record_dropped(state)
             return
         self._counts["shared_tokens"] += n_tokens if state.completions else 0
         for completion in state.completions:
             completion.shared = n_tokens
+            if state.decoded:
+                completion.reuse = ReuseCounts(decoded_tokens=state.decoded, exact=False)
 
     def _blend(self, state: RequestState) -> None:
         """Choose which tokens of a prompt with chunks are computed, before it begins."""

@@ -9,6 +9,7 @@ from types import TracebackType
 import numpy as np
 
 from millpond.cache.batch_cache import BatchCache
+from millpond.cache.state.attention_samples import AttentionSamples
 from millpond.engine.chunks.blend import PromptBlend
 from millpond.engine.chunks.prompt import Prompt, PromptSpan
 from millpond.engine.completion import CompletionState
@@ -85,6 +86,10 @@ class RequestState:
         suspicion: Record of such a pass; None: there was none, or the request has passed alone since.
         whole_need: Most bytes that it holds without a shared prefix.
         images: Images of its prompt; None: it has none.
+        behind: Block of its prompt from which on it is decoded or behind decoded ones; None: none is.
+        begun_with: Blocks of its prompt that others had read, where there is a storage codec.
+        decoded: Tokens of its prompt that came from codes.
+        samples: Samples of the attention of its prompt, once it was read; None: none were taken.
         ids_array: `ids` as an array, (prompt,) int64.
         share_ids: The same, with tokens of images by what they show: prompts share beginnings by these.
     """
@@ -111,6 +116,10 @@ class RequestState:
     failed_at: tuple[int, int] = (-1, 0)
     suspicion: Suspicion | None = None
     images: PromptImages | None = None
+    behind: int | None = None
+    begun_with: int = 0
+    decoded: int = 0
+    samples: AttentionSamples | None = field(default=None, repr=False)
     whole_need: MemoryNeed = field(init=False)
     ids_array: np.ndarray = field(init=False)  #: (prompt,) int64, `ids` again
     share_ids: np.ndarray = field(init=False)  #: (prompt,) int64
@@ -154,12 +163,19 @@ class RequestState:
 
         No exact prompt may have such pages.
         """
-        return self.restored > 0 or bool(self.marks.forget) or (self.blend is not None and self.blend.tainted)
+        of_blend = self.blend is not None and self.blend.tainted
+        return self.restored > 0 or bool(self.marks.forget) or of_blend or self._was_coded
 
     @property
     def exact(self) -> bool:
         """Whether all tokens of its prompt are as the whole prompt would give them, before its method's plan."""
-        return self.restored_exact and not self.marks.forget and (self.blend is None or self.blend.exact)
+        of_blend = self.blend is None or self.blend.exact
+        return self.restored_exact and not self.marks.forget and of_blend and not self._was_coded
+
+    @property
+    def _was_coded(self) -> bool:
+        """Whether its cache, or that of an answer, was decoded from codes."""
+        return any(completion.codes is not None for completion in self.completions)
 
     @property
     def rolled(self) -> bool:
@@ -221,6 +237,8 @@ class RequestState:
         if self.private_cache is not None:
             self.private_cache.clear()
             self.private_cache = None
+        self.samples = self.behind = None
+        self.decoded = self.begun_with = 0
         if self.blend is not None:
             self.blend.release()
             self.blend = None

@@ -14,12 +14,12 @@ from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.diagonal_schedule import growth_bytes
 from millpond.engine.memory_estimate import estimate
 from millpond.engine.outputs import Times, TokenLogprob
-from millpond.engine.prefix_cache import can_share
 from millpond.engine.prompt_images import images_of
 from millpond.engine.prompt_marks import answer_without_loss, block_ends, check_marks
 from millpond.engine.request import MAX_SALT, OnPressure, Request
 from millpond.engine.request_state import RequestState
 from millpond.engine.scheduler_request import SchedulerRequest
+from millpond.engine.sharing import can_share
 from millpond.errors import BudgetError, ImageError, OptionError, unknown
 from millpond.policy.reuse import check_pick, check_recompute
 from millpond.runner.packed_model import check_tokens

@@ -22,12 +22,15 @@ if TYPE_CHECKING:
     from millpond.engine.offload.plan import Plan
     from millpond.hf.calibration.load import CalibrationSource
     from millpond.hf.fit import FitSource
+    from millpond.hf.text_storage import TransformSource
     from millpond.models.weights.streamed import Verify
 
 #: What becomes of a text that is longer than the model's context.
 Overflow = Literal["refuse", "rolling"]
 #: "refuse" a request of whose prompt something would be evicted, or "evict" as its method does.
 OnPressure = Literal["refuse", "evict"]
+#: What a preempted request's cache becomes: "swap" moves its pages as they are, "codes" codes them.
+Preemption = Literal["swap", "codes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,26 @@ class EngineSettings:
         "Number format of the entries, see 'millpond codecs'; \"0-1=bf16;*=int4\" by layer, "
         '"bf16:20%;int8:20%;int4" by age.',
     )
-    calibration: CalibrationSource = setting(None, "A file of 'millpond calibrate', for the codecs that need one.")
+    calibration: CalibrationSource | TransformSource = setting(
+        None,
+        "A file of 'millpond calibrate', for the codecs that need one.",
+        more="With `storage_codec` it is the model's transform file.",
+    )
+    storage_codec: str | None = setting(
+        None,
+        "Code what waits or travels in so many bits a number: transform:1.5; `calibration` is its file.",
+        more="Blocks of the prefix cache that nobody uses are coded, in memory and on its disk. Prompts are kept then "
+        'as with "lru" where `prefix_cache` is "live". With `deterministic` the prefix cache has no codes. '
+        "Stored turns (`cache_dir`) and requests that move to other engines are coded too.",
+        metavar="CODEC",
+        default_text="nothing is coded",
+    )
+    storage_delay_s: float = setting(
+        2.0,
+        "With `storage_codec`: seconds from the last use of a block of the prefix cache until it is coded.",
+        at_least=0,
+        finite=True,
+    )
     max_kl: float | None = setting(
         None,
         "With `budget` auto: what predictions may differ from the full cache's, in nats.",
@@ -112,6 +134,12 @@ class EngineSettings:
     )
     swap_to: str | PathLike[str] | None = setting(
         None, "Folder for the caches of preempted requests.", default_text="the host's memory"
+    )
+    preemption: Preemption = setting(
+        "swap",
+        "What the caches of preempted requests become while they wait: swap moves their pages as they are; codes "
+        "writes them in `storage_codec`, in a sixth of the memory or less, and answers may differ.",
+        choices=get_args(Preemption),
     )
     page_slots: int = setting(DEFAULT_SLOTS, "Entries per page, a power of two.", at_least=1)
     runner: Runner = setting(

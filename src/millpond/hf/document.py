@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.budget import Budget
+from millpond.cache.coded.text import unit_of
 from millpond.cache.serialization import from_tensors, to_tensors
 from millpond.cache.state.span_marks import shares_of_tensors
 from millpond.cache.state.spans import spans_of_tensor
@@ -29,7 +30,7 @@ from millpond.hf.compress import compress
 from millpond.hf.model_support import supported, unwrapped
 from millpond.hf.prompt_parts import part_size
 from millpond.hf.state_layers import States
-from millpond.hf.stored_text import StoredText, unit_of
+from millpond.hf.stored_text import StoredText
 from millpond.hf.text_storage import TextStorage, TransformSource, transform_of
 from millpond.models.cache_argument import cache_argument
 

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from millpond.cache.coded.entries import decoded
 from millpond.cache.types import RotaryEmbedding
-from millpond.codec.transform.coding import decode
 from millpond.codec.transform.page import TOKENS, PageAddress
 from millpond.codec.transform.prompt_header import LayerHeader, SideHeader
 from millpond.codec.transform.transform_file import ModelTransform
 from millpond.errors import DataError
 from millpond.hf.text_storage import SMALL
-
-
-def unit_of(ids: Tensor) -> int:
-    """Return the number of a text (1, n) in its pages: 4 bytes of the SHA-256 of its ids."""
-    digest = hashlib.sha256(ids.cpu().int().contiguous().numpy().tobytes()).digest()
-    return int.from_bytes(digest[:4], "little")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +70,13 @@ class StoredText:
         for tensor, dim in zip(exact, dims, strict=True):
             need(tensor.shape == (heads, len(at), dim) and tensor.is_floating_point(), "exact tokens have all heads")
         key, value = (side.to(self.device) for side in self.transform.layers[nth])
+        shape, rotary = self.transform.model.shapes[nth], self.rotations[nth]
         header = LayerHeader(
             SideHeader.from_bytes(headers[0], key.n_rows, self.device),
             SideHeader.from_bytes(headers[1], value.n_rows, self.device),
         )
-        decoded = decode((key, value), header, pages, PageAddress(self.unit, nth))
-        keys, values = (t.view(coded, heads, dim).transpose(0, 1) for t, dim in zip(decoded, dims, strict=True))
-        rotary = self.rotations[nth]
-        if rotary is not None and coded:
-            positions = torch.arange(first, first + coded, device=self.device)
-            keys = rotary.rotate(keys[None], positions[None])[0]
+        address = PageAddress(self.unit, nth)
+        keys, values = decoded((key, value), header, pages, address, shape, first, rotary)
         held = []
         for tokens, tensor, dim in zip((keys, values), exact, dims, strict=True):
             entries = torch.zeros((heads, n, dim), dtype=self.dtype, device=self.device)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from millpond.cache.coded.entries import moments, projected
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.serialization import to_tensors
-from millpond.cache.types import RotaryEmbedding
 from millpond.codec import codecs_of, resolve
-from millpond.codec.transform.coding import encode, project
+from millpond.codec.transform.coding import encode
 from millpond.codec.transform.exact_tokens import (
     NEWEST,
     QUERY_STEP,
@@ -137,18 +137,19 @@ class TextStorage:
         model = cache.model()
         assert model is not None, "the caller checked it"
         rotations = rotations_before_rope(supported(unwrapped(model)))
-        layers, exact, projections, moments = [], [], [], []
+        layers, exact, projections, sums = [], [], [], []
         for nth, (number, layer_cache) in enumerate(cache.entry_layers.items()):
             layer = _LayerEntries.of(layer_cache, self.codec.name, model.device)
             if layer.shapes != self.transform.model.shapes[nth]:
                 raise CacheMismatchError(f"layer {number} has shapes {layer.shapes}, which the transform file has not")
             mask = self._exact(number, layer, float(self.transform.thresholds[nth]))
-            z = self._projected(nth, layer, rotations[nth])
+            coded = (layer.keys[:, : layer.coded], layer.values[:, : layer.coded])
+            z = projected(self.transform.layers[nth], *coded, layer.first, rotations[nth])
             layers.append(layer)
             exact.append(mask)
             projections.append(z)
-            moments += [_moments(side, ~mask[: layer.coded]) for side in z]
-        headers = self._headers(moments)
+            sums += [moments(side, ~mask[: layer.coded]) for side in z]
+        headers = self._headers(sums)
         tensors: dict[str, Tensor] = {}
         for nth, (layer, mask, z) in enumerate(zip(layers, exact, projections, strict=True)):
             pages = encode(self.transform.layers[nth], headers[nth], z, PageAddress(unit, nth))
@@ -182,21 +183,11 @@ class TextStorage:
         mask[sinks : layer.coded] = above(middle, threshold) if self.by_unit else most_attended(middle)
         return mask.cpu()
 
-    def _projected(self, nth: int, layer: _LayerEntries, rotary: RotaryEmbedding | None) -> tuple[Tensor, Tensor]:
-        """Return z of the coded tokens' keys and values."""
-        key, value = (side.to(layer.keys.device) for side in self.transform.layers[nth])
-        keys = layer.keys[:, : layer.coded].float()
-        if rotary is not None:
-            positions = torch.arange(layer.first, layer.first + layer.coded, device=keys.device)
-            keys = rotary.rotate(keys[None], positions[None], inverse=True)[0]
-        values = layer.values[:, : layer.coded].float()
-        return project(key, _joined(keys)).cpu(), project(value, _joined(values)).cpu()
-
-    def _headers(self, moments: list[tuple[Tensor, Tensor]]) -> list[LayerHeader]:
+    def _headers(self, sums: list[tuple[Tensor, Tensor]]) -> list[LayerHeader]:
         layers = self.transform.layers
         if not self.adapt:
-            moments = [(torch.zeros_like(mean), torch.ones_like(scale)) for mean, scale in moments]
-        return adapted_headers(layers, moments, self.codec.bits)
+            sums = [(torch.zeros_like(mean), torch.ones_like(scale)) for mean, scale in sums]
+        return adapted_headers(layers, sums, self.codec.bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,16 +258,3 @@ def _check_plain(cache: MillpondCache, codec: str) -> None:
             f"storage codec {codec!r} is made from plain numbers, and codec {settings['codec']!r} has codes already: "
             "leave the codec out"
         )
-
-
-def _moments(z: Tensor, coded: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation of z (n, r) over the coded tokens; 0 and 1 if there are none."""
-    chosen = z[coded].double()
-    if not len(chosen):
-        return z.new_zeros(z.shape[1]), z.new_ones(z.shape[1])
-    return chosen.mean(0).float(), chosen.std(0, correction=0).float()
-
-
-def _joined(x: Tensor) -> Tensor:
-    """Return entries (H, n, D) of all heads of a token side by side, (n, H D)."""
-    return x.transpose(0, 1).flatten(1)

@@ -88,6 +88,7 @@ def gauges_of(stats: EngineStats) -> dict[str, tuple[str, int]]:
         "requests_running": ("Requests that hold pages and move.", stats.running),
         "requests_waiting": ("Requests that the engine has not begun.", stats.waiting),
         "requests_swapped": ("Requests whose pages lie in host memory.", stats.swapped),
+        "swapped_bytes": ("Bytes of preempted requests' caches in host memory.", stats.swapped_bytes),
         "kv_used_bytes": ("Bytes of pages in use.", stats.kv_bytes),
         "kv_reserved_bytes": ("Bytes of all pages, free ones included, and of states.", stats.kv_reserved),
         "state_bytes": ("Bytes of recurrent and convolution states of hybrids.", stats.state_bytes),
@@ -99,7 +100,7 @@ def gauges_of(stats: EngineStats) -> dict[str, tuple[str, int]]:
     return gauges
 
 
-def counters_of(stats: EngineStats) -> dict[str, tuple[str, int]]:
+def counters_of(stats: EngineStats) -> dict[str, tuple[str, float]]:
     """Return what an engine has done since its start: texts and numbers, by their names' ends."""
     return {
         "prompt_tokens": ("Tokens read.", stats.prompt_tokens),
@@ -108,6 +109,8 @@ def counters_of(stats: EngineStats) -> dict[str, tuple[str, int]]:
         "prefix_hit_tokens": ("Tokens of prompts that were read from shared pages.", stats.shared_tokens),
         "chunk_reused_tokens": ("Tokens of prompts that came from the chunk store.", stats.reused_tokens),
         "session_restored_tokens": ("Tokens of prompts that stored turns had read.", stats.restored_tokens),
+        "sequence_encode_seconds": ("Seconds of coding turns, preempted and sent requests.", stats.encode_s),
+        "sequence_decode_seconds": ("Seconds of decoding them.", stats.decode_s),
         "preemptions": ("Requests that had to make room.", stats.preemptions),
         "requests_finished": ("Requests that ended, however.", stats.finished),
     }
@@ -146,6 +149,9 @@ def _of_prefix_cache(prefix: PrefixStats) -> Iterator[Metric]:
         "prefix_blocks": ("Blocks that the prefix cache holds.", prefix.blocks),
         "prefix_sums_bytes": ("Bytes of sums over queries at breakpoints.", prefix.sums_bytes),
         "prefix_disk_blocks": ("Blocks of prompts on the disk.", prefix.disk_blocks),
+        "prefix_disk_bytes": ("Their bytes.", prefix.disk_bytes),
+        "prefix_coded_blocks": ("Blocks of prompts with codes in memory.", prefix.coded_blocks),
+        "prefix_coded_bytes": ("Bytes of these codes.", prefix.coded_bytes),
     }
     yield from _families(GaugeMetricFamily, "", gauges, {"rule": prefix.rule})
     counters = {
@@ -154,6 +160,11 @@ def _of_prefix_cache(prefix: PrefixStats) -> Iterator[Metric]:
         "prefix_block_hits": ("Blocks of prompts that were taken from the prefix cache.", prefix.hits),
         "prefix_block_misses": ("Blocks of prompts that were not in the prefix cache.", prefix.misses),
         "prefix_blocks_evicted": ("Blocks that the paging rule chose to evict.", prefix.evicted),
+        "prefix_blocks_encoded": ("Blocks of prompts that were coded.", prefix.encoded),
+        "prefix_blocks_decoded": ("Blocks of prompts that were decoded.", prefix.decoded),
+        "prefix_encode_seconds": ("CPU seconds of coding blocks.", prefix.encode_s),
+        "prefix_decode_seconds": ("CPU seconds of decoding blocks.", prefix.decode_s),
+        "prefix_decoded_tokens": ("Tokens of prompts that came from codes.", prefix.decoded_tokens),
     }
     yield from _families(CounterMetricFamily, "", counters, {"rule": prefix.rule})
 

@@ -48,7 +48,7 @@ def _forgotten(completion: Completion) -> dict[str, Any]:
 #: Numbers of a cache that are added up.
 _SUMMED = (
     *("kv_bytes", "unused_bytes", "full_kv_bytes", "state_bytes", "evicted"),
-    *("restored_tokens", "reused_tokens", "recomputed_tokens", "forgotten_tokens"),
+    *("restored_tokens", "reused_tokens", "recomputed_tokens", "forgotten_tokens", "decoded_tokens"),
 )
 
 

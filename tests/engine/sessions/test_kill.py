@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.engine.sessions import ask, kv, open_engine, said, stored, words
-from tests.helpers.engine.sessions_killed import DEPTH, SESSIONS, conversation, lines, read_before
+from tests.helpers.engine.sessions_killed import DEPTH, SESSIONS, conversation, engine_that_stores, lines, read_before
 
 LIMIT = 400_000
 
@@ -54,15 +54,19 @@ def test_a_killed_process_leaves_whole_turns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_twenty_conversations_of_a_killed_process_say_what_undisturbed_ones_say(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["plain", "codes"])
+def test_twenty_conversations_of_a_killed_process_say_what_undisturbed_ones_say(kind: str, tmp_path: Path) -> None:
     """20 sessions of 10 turns; the process is killed three times after a drawn number of answers, and goes on."""
-    undisturbed, expected = open_engine(tmp_path / "undisturbed"), [list[list[int]]() for _ in range(SESSIONS)]
+    undisturbed, expected = (
+        engine_that_stores(tmp_path / "undisturbed", kind),
+        [list[list[int]]() for _ in range(SESSIONS)],
+    )
     for _ in range(DEPTH):
         for session, answers in enumerate(expected):
             answers.append(said(ask(undisturbed, conversation(session, answers))))
     undisturbed.close()
     log, draw = tmp_path / "log", random.Random(3)
-    command = [sys.executable, "-m", "tests.helpers.engine.sessions_killed", str(tmp_path / "killed"), str(log)]
+    command = [sys.executable, "-m", "tests.helpers.engine.sessions_killed", str(tmp_path / "killed"), str(log), kind]
     for _ in range(3):
         begun = len(lines(log))
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -1,6 +1,6 @@
 """A process that leads conversations, writes down each answer whose turn is stored, and goes on from what is written.
 
-Arguments: FOLDER LOG.
+Arguments: FOLDER LOG KIND; kinds of turns: "plain" or "codes".
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from millpond.engine.engine import Engine
+from tests.helpers.engine.coded import engine_of
 from tests.helpers.engine.sessions import ask, kv, open_engine, said, words
 
 #: Conversations, their turns, and tokens of the first prompt and of what a user adds.
@@ -32,6 +34,11 @@ def read_before(ids: list[int], answers: list[list[int]]) -> int:
     return len(ids) - USER - 1 if answers else 0
 
 
+def engine_that_stores(folder: Path, kind: str) -> Engine:
+    """An engine whose turns are stored as they are, or in codes."""
+    return open_engine(folder) if kind == "plain" else engine_of(cache_dir=folder)
+
+
 def lines(log: Path) -> list[list[Any]]:
     """Session, tokens that came from a stored turn, and answer, in the order of time."""
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
@@ -39,11 +46,11 @@ def lines(log: Path) -> list[list[Any]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    folder, log = map(Path, sys.argv[1:])
+    folder, log = map(Path, sys.argv[1:3])
     done: list[list[list[int]]] = [[] for _ in range(SESSIONS)]
     for session, _, answer in lines(log):
         done[session].append(answer)
-    engine = open_engine(folder)
+    engine = engine_that_stores(folder, sys.argv[3])
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     print("ready", flush=True)
     for turn in range(DEPTH):

@@ -1,25 +1,41 @@
-"""The kept text in the codec `transform`, and the transform file that it was written with."""
+"""The kept text, turn and request in the codec `transform`, and the transform file that they were written with."""
 
 from __future__ import annotations
 
 import hashlib
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 
 import millpond as mp
+from millpond.cache.coded.text import unit_of
 from millpond.codec.transform.coding import decode
 from millpond.codec.transform.page import PageAddress
 from millpond.codec.transform.prompt_header import LayerHeader, SideHeader
 from millpond.codec.transform.transform_file import load_transform
-from millpond.hf.stored_text import unit_of
+from millpond.engine.request import Request
 from tests.helpers.formats.documents import NEW, parts
-from tests.helpers.formats.model import DATA, greedy, ids, of_heads
+from tests.helpers.formats.engine_files import answer, asked
+from tests.helpers.formats.model import DATA, greedy, ids, of_heads, prompt
 
 FOLDER = DATA / "coded"
 TRANSFORM, TEXT = FOLDER / "transform.safetensors", FOLDER / "text"
+SESSIONS, UNDER_WAY = FOLDER / "sessions", FOLDER / "request-under-way"
 LENGTH = 170
+#: Tokens of the prompts of the turn and the request, of which enough are coded for a header of their own.
+TURN = 240
+OPTIONS: dict[str, Any] = {
+    "method": "full",
+    "codec": "auto",
+    "storage_codec": "transform:1.5",
+    "calibration": TRANSFORM,
+    "prefix_cache": False,
+}
 
 
 @torch.no_grad()
@@ -60,3 +76,49 @@ def coded_content(question: int) -> tuple[dict[str, Any], float]:
     with cache:
         tokens, margin = greedy(call, torch.cat([text, ids(5, question)], 1), NEW, cache)
     return {"question": question, "codec": about["storage"], "decoded": found, "tokens": tokens}, margin
+
+
+def write_coded_turn() -> list[int]:
+    """Write a folder with one turn, and say what it answers."""
+    shutil.rmtree(SESSIONS, ignore_errors=True)
+    SESSIONS.mkdir()
+    (SESSIONS / "secret").write_bytes(bytes(range(32)))
+    with mp.LLM(of_heads(8), cache_dir=SESSIONS, **OPTIONS) as llm:
+        said, _ = answer(llm.generate([prompt(TURN)], asked())[0])
+        assert llm.sessions is not None
+        assert llm.sessions.wait(60)
+    (SESSIONS / "lock").unlink()
+    return said
+
+
+def second_coded_turn(said: Sequence[int], question: int) -> tuple[dict[str, Any], float]:
+    """What follows the turn, of a copy of its folder, how many tokens were not read again, and the least margin."""
+    with TemporaryDirectory() as folder:
+        shutil.copytree(SESSIONS, folder, dirs_exist_ok=True)
+        with mp.LLM(of_heads(8), cache_dir=Path(folder), **OPTIONS) as llm:
+            (output,) = llm.generate([[*prompt(TURN), *said, *prompt(6, question)]], asked())
+    tokens, margin = answer(output)
+    kv = output.completions[0].kv
+    assert kv is not None
+    return {"question": question, "said": list(said), "restored": kv.restored_tokens, "tokens": tokens}, margin
+
+
+def write_coded_request(question: int) -> tuple[dict[str, Any], float]:
+    """Write a request with three tokens of its answer, and say what it answers, with the least margin."""
+    with mp.LLM(of_heads(8), **OPTIONS) as llm:
+        llm.engine.add(Request(request_id="kept", prompt=tuple(prompt(TURN, question)), params=asked()))
+        tokens: Sequence[int] = ()
+        while len(tokens) < 3:
+            for output in llm.engine.step():
+                tokens = output.completions[0].token_ids
+        UNDER_WAY.write_bytes(llm.engine.export_request("kept"))
+    found, margin = continued_from_codes(UNDER_WAY.read_bytes())
+    return {"question": question, "tokens": found}, margin
+
+
+def continued_from_codes(data: bytes) -> tuple[list[int], float]:
+    """The whole answer of a request that goes on in another engine, and its least margin."""
+    with mp.LLM(of_heads(8), **OPTIONS) as llm:
+        llm.engine.import_request(data)
+        (output,) = [output for output in llm.engine.drain() if output.finished]
+    return answer(output)

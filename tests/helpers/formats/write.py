@@ -3,7 +3,8 @@
 Parts: "texts" after a change of options or routes that is meant; "tokens" and "files" only where a format gets a new
 version or a method new results, and then the old files stay beside the new ones. "unread" writes the kept request with
 all its fields anew, after one of them was added that has a default: the file of before must still be read, as
-`tests/formats` has shown before. "coded" writes the text in the codec `transform` alone. "bits" prints a hash of the
+`tests/formats` has shown before. "coded" writes the text in the codec `transform` alone, and "coded-sequences" the turn
+and the request in it. "bits" prints a hash of the
 bits of each run on this machine, and writes nothing.
 """
 
@@ -18,7 +19,13 @@ from typing import Any
 import torch
 
 from tests.helpers.formats import engine_files, runs, texts
-from tests.helpers.formats.coded import coded_content, write_coded
+from tests.helpers.formats.coded import (
+    coded_content,
+    second_coded_turn,
+    write_coded,
+    write_coded_request,
+    write_coded_turn,
+)
 from tests.helpers.formats.documents import write_documents
 from tests.helpers.formats.files import write_chat, write_files
 from tests.helpers.formats.model import DATA, sure, write_model
@@ -39,6 +46,7 @@ def write_all_files() -> None:
     found["files"] = write_files()
     found["documents"] = write_documents()
     found["coded"] = _coded()
+    found |= _coded_sequences()
     engine_files.write_weights()
     found["weights"] = sure(lambda seed: engine_files.streamed(engine_files.WEIGHTS, engine_files.PLAN, seed), COARSE)
     said = engine_files.write_sessions()
@@ -54,6 +62,19 @@ def write_all_files() -> None:
 def _coded() -> dict[str, Any]:
     write_coded()
     return sure(coded_content)
+
+
+def _coded_sequences() -> dict[str, Any]:
+    said = write_coded_turn()
+    return {
+        "coded sessions": sure(lambda seed: second_coded_turn(said, seed)),
+        "coded request": sure(write_coded_request),
+    }
+
+
+def write_coded_sequences_alone() -> None:
+    """A turn and a request in the codec `transform` beside the other files, which stay."""
+    _write(CONTENT, {**json.loads(CONTENT.read_text(encoding="utf-8")), **_coded_sequences()})
 
 
 def write_coded_alone() -> None:
@@ -94,6 +115,7 @@ def main(asked: list[str]) -> None:
     parts = {
         "files": write_all_files,
         "coded": write_coded_alone,
+        "coded-sequences": write_coded_sequences_alone,
         "tokens": write_tokens,
         "texts": write_texts,
         "unread": engine_files.write_unread,

@@ -53,6 +53,7 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
     "biases": (Qwen2Config, Qwen2ForCausalLM, {}),
     "norms": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8}),
+    "wide": (LlamaConfig, LlamaForCausalLM, {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}),
     "partial": (StableLmConfig, StableLmForCausalLM, {"partial_rotary_factor": 0.5}),
     "sliding": (
         Gemma3TextConfig,
@@ -78,6 +79,12 @@ def tiny(kind: str) -> Any:
                 attention.k_proj.bias += torch.randn(attention.k_proj.bias.shape)
                 model.model.embed_tokens.weight[1, 5] = 40.0  # the first token of a text, a sink
     return model
+
+
+@cache
+def unhooked(kind: str) -> Any:
+    """The same model again, without the hooks that transformers leaves where hidden states were asked for."""
+    return tiny.__wrapped__(kind)
 
 
 def ids(n: int, seed: int = 0) -> Tensor:

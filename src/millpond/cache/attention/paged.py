@@ -13,6 +13,7 @@ from millpond.cache.pages.aged_store import AgedStore
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.cache.pages.shared_prefix import SharedCodeRuns, SharedPrefixRuns
+from millpond.cache.state.attention_samples import LayerSamples
 from millpond.cache.state.sequence_state import SequenceState
 from millpond.cache.types import Entries, PromptChunk, RotaryEmbedding
 from millpond.kernels import ops
@@ -154,6 +155,7 @@ class PagedAttention:
         rotary: Rotary embedding of queries, for scores that undo it; None for none. Set by the model integration.
         outputs: Output maps, see `View.outputs`. Set by the model integration.
         recorded: Recorded graphs that run steps; None to launch each. Set by the model integration.
+        samples: Samples of the attention of the prompt that is read, for a storage codec; None: none are taken.
         shares_runs: Whether a step may read common beginnings of sequences once for all, which adds in another order.
     """
 
@@ -164,6 +166,7 @@ class PagedAttention:
         self.outputs: Callable[[], Tensor] | None = None
         self.shares_runs = True
         self.recorded: RecordedDecode | None = None
+        self.samples: LayerSamples | None = None
         self._sequence_state = sequence_state
 
     def output_norms(self) -> Tensor:

@@ -307,6 +307,7 @@ def _claim(folder: Path, mark: str) -> None:
     if folder_mark == mark:
         return
     model, _, folder_format = folder_mark.partition("-")
+    folder_format = folder_format.partition("-")[0]  # behind a storage codec its transform
     if model == mark.partition("-")[0]:
         raise OptionError(
             f"{str(folder)!r} holds chunks in another format; open it with dtype={folder_format or 'auto'!r}, or name "

@@ -10,12 +10,15 @@ from pathlib import Path
 from threading import RLock
 
 from millpond.budget import parse_bytes
+from millpond.cache.chunks.coded import ChunkCodec
 from millpond.cache.chunks.files import ChunkFiles
 from millpond.cache.chunks.layered import LayeredVariant
 from millpond.cache.chunks.tiers import ChunkUse, MemoryTier, VariantKey
 from millpond.cache.chunks.variant import ChunkVariant, StoredShape, StoredVariant, VariantFacts, check_rest
 from millpond.cache.paging.choose import rule_named
 from millpond.cache.paging.rule import PagingRule
+from millpond.codec.transform.storage_codec import StorageCodec
+from millpond.codec.transform.transform_file import ModelTransform
 from millpond.errors import NumericsError, OptionError
 
 
@@ -84,7 +87,9 @@ class ChunkStore:
         coverage: Share of the question's attention to chunks that those in focus have, above 0, at most 1: the fewest
             chunks that have more of it, summed over the layers so far.
         dtype: Dtype of keys and values at rest, in memory and in files: "auto" (that of the model), "float32", "bf16",
-            "int8" or "int4". One that is narrower than the model's makes every reuse an approximation.
+            "int8" or "int4", or a storage codec such as "transform:1.5", whose transform file the engine has as
+            `calibration` (with `storage_codec`). One that is narrower than the model's makes every reuse an
+            approximation.
         rule: Paging rule ("lru", "craft", "learned") that chooses the variants to evict from a full tier, as of
             `prefix_cache`. Variants in use by prompts stay. "craft" evicts the one with the least f, to which each use
             adds 1 / CFO.
@@ -158,15 +163,27 @@ class ChunkStore:
         assert rule is not None, "a name is a rule"
         return rule
 
-    def bind(self, shape: StoredShape) -> None:
+    def bind(self, shape: StoredShape, transform: ModelTransform | None = None) -> None:
         """Bind the store to a model, in the format of this store.
 
+        Args:
+            shape: Shape of the model's chunks.
+            transform: Its transform, for a storage codec.
+
         Raises:
-            OptionError: it is another model's.
+            OptionError: it is another model's, or a storage codec has no transform.
         """
-        shape = replace(shape, rest=self.dtype)
+        if not isinstance(self.dtype, StorageCodec):
+            shape = replace(shape, rest=self.dtype)
+        elif transform is None:
+            raise OptionError(
+                f"ChunkStore(dtype={self.dtype.name!r}) needs the model's transform: give the engine "
+                f"storage_codec={self.dtype.name!r} and its file as calibration"
+            )
+        else:
+            shape = replace(shape, codec=ChunkCodec.of(transform, self.dtype))
         with self._lock:
-            if self._shape is not None and self._shape != shape:
+            if self._shape is not None and (self._shape != shape or self._shape.mark != shape.mark):
                 raise OptionError(
                     "this ChunkStore is in use with another model, dtype or format of weights; make one for each"
                 )
@@ -179,7 +196,7 @@ class ChunkStore:
     def exact(self) -> bool:
         """Whether chunks are kept bit for bit."""
         assert self._shape is not None, "a store is bound before it is used"
-        return self._shape.format.exact
+        return self._shape.exact
 
     def check_size(self, n_tokens: int) -> None:
         """Check that a chunk of `n_tokens` fits in memory or in the files.

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from millpond.cache.chunks.coded import ChunkCodec
+from millpond.codec.transform.storage_codec import StorageCodec, parse_storage_codec
 from millpond.errors import unknown
 from millpond.kernels.packed.groups import Groups, decode_affine, encode_affine
 from millpond.policy.reuse import contextual_impact, prefix_overlap, recompute_share
@@ -26,12 +28,14 @@ _BITS = {"int8": 8, "int4": 4}
 Part = tuple[str, tuple[int, ...], torch.dtype]
 
 
-def check_rest(name: str) -> RestName:
-    """Return the name of a format, checked.
+def check_rest(name: str) -> RestName | StorageCodec:
+    """Return the name of a format, checked, or the storage codec of its name.
 
     Raises:
         OptionError: there is no such format.
     """
+    if name.startswith("transform"):
+        return parse_storage_codec(name)
     for format_name in get_args(RestName):
         if name == format_name:
             return format_name  # type: ignore[no-any-return]
@@ -131,12 +135,19 @@ class StoredShape:
         dtype: Dtype of its keys and values.
         layers: (n_kv_heads, key_dim, value_dim) of each layer.
         rest: Name of the format in a store.
+        codec: Storage codec of a store, in place of the format; None: there is none.
     """
 
     model: str
     dtype: torch.dtype
     layers: tuple[tuple[int, int, int], ...]
     rest: RestName = "auto"
+    codec: ChunkCodec | None = field(default=None, compare=False)
+
+    @property
+    def exact(self) -> bool:
+        """Whether numbers are stored bit for bit."""
+        return self.codec is None and self.format.exact
 
     @property
     def format(self) -> RestFormat:
@@ -146,10 +157,18 @@ class StoredShape:
     @property
     def mark(self) -> str:
         """Mark that distinguishes files of this model in this format from others."""
+        if self.codec is not None:
+            return f"{self.model}-{self.codec.mark}"
         return self.model if self.rest == "auto" else f"{self.model}-{self.rest}"
 
     def decoded(self, tensors: Mapping[str, Tensor], name: str, dim: int, is_key: bool) -> Tensor:
-        """Return the keys or values `name` (Hkv, n, dim) of a variant's tensors, as numbers."""
+        """Return the keys or values `name` (Hkv, n, dim) of a variant's tensors, as numbers.
+
+        Raises:
+            DataError: a page of a storage codec is damaged.
+        """
+        if self.codec is not None:
+            return self.codec.decode(int(name.rpartition(".")[2]), tensors, len(tensors["scores"]))[not is_key]
         parts = {suffix: tensors[name + suffix] for suffix, _, _ in self.format.parts(1, 1, dim, is_key)}
         return self.format.decode(parts, dim, is_key)
 
@@ -170,6 +189,8 @@ class StoredShape:
 
     def names_by_layer(self) -> list[list[str]]:
         """Return the names of the tensors of each layer."""
+        if self.codec is not None:
+            return [list(self.codec.tensors(layer, 0)) for layer in range(len(self.layers))]
         names: list[list[str]] = [[] for _ in self.layers]
         for name, _, dim, is_key in self.sides():
             names[int(name.rpartition(".")[2])] += [
@@ -180,6 +201,10 @@ class StoredShape:
     def tensors(self, n: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of the tensors of a variant of n tokens, by name."""
         tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"scores": ((n,), torch.float32)}
+        if self.codec is not None:
+            for layer in range(len(self.layers)):
+                tensors |= self.codec.tensors(layer, n)
+            return tensors
         for name, heads, dim, is_key in self.sides():
             tensors |= {
                 name + suffix: (shape, dtype) for suffix, shape, dtype in self.format.parts(heads, n, dim, is_key)
@@ -248,6 +273,10 @@ class ChunkVariant:
             NumericsError: a number that its format cannot hold.
         """
         tensors = {"scores": self.scores.detach().cpu()}
+        if shape.codec is not None:
+            for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+                tensors |= shape.codec.encode(layer, keys.detach(), values.detach())
+            return StoredVariant(self.facts, shape, tensors)
         tensors_by_side = (t for pair in zip(self.keys, self.values, strict=True) for t in pair)
         for (name, _, _, is_key), x in zip(shape.sides(), tensors_by_side, strict=True):
             tensors |= {name + suffix: t for suffix, t in shape.format.encode(x.detach(), is_key).items()}

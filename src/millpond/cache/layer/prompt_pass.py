@@ -256,6 +256,8 @@ class PromptPass:
         else:
             out, lse = self._attend_flagged(chunk, flags)
             sums = None
+        if self.attention.samples is not None and probe is None:
+            self.attention.samples.observe(q, lse, entries.keys, self.attention.shape)
         if table.quantized is not None and probe is None:
             norms = self.attention.output_norms() if table.quantized.codec.prune_values else None
             table.quantized.collect_statistics(sequence, q, k, None if norms is None else out, norms)

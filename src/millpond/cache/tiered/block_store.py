@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
+from millpond.cache.state.sum_bytes import SumForm
 from millpond.cache.swap import read_pages, write_pages
 from millpond.cache.tiered.extents import GRAIN, GrowingFile, LayerExtents, Transit
 from millpond.errors import DataError
@@ -37,13 +38,17 @@ class StoredBlock:
 
     Attributes:
         runs: Numbers of the runs that hold its bytes, in their order.
-        counts: Pages of each layer.
+        counts: Pages of each layer; empty where it holds codes.
+        nbytes: Its bytes, without those of sums, which follow them.
         on_evicted: Function that is called when the block is evicted.
+        sums: What the bytes of its sums mean.
     """
 
     runs: list[int]
     counts: list[int]
+    nbytes: int
     on_evicted: Callable[[], None]
+    sums: tuple[SumForm, ...] = ()
 
 
 class BlockStore:
@@ -85,15 +90,39 @@ class BlockStore:
         """Bytes of the file that are in use now."""
         return self._extents.used
 
-    def put(self, pools: Pools, pages: Sequence[PageIds], on_evicted: Callable[[], None]) -> StoredBlock | None:
+    def put(
+        self,
+        pools: Pools,
+        pages: Sequence[PageIds],
+        on_evicted: Callable[[], None],
+        sums: tuple[Tensor, tuple[SumForm, ...]] | None = None,
+    ) -> StoredBlock | None:
         """Write a block; return None if there is no room for it.
 
         Args:
             pools: Pool of each layer.
             pages: Pages of each layer.
             on_evicted: Function that is called when the block is evicted, and not when it is freed.
+            sums: Sums that are kept with it, see `pack_sums`; None: none are.
         """
-        data = _packed(pools, pages)
+        return self._put(_packed(pools, pages), [len(ids) for ids in pages], on_evicted, sums)
+
+    def put_codes(
+        self, codes: Tensor, on_evicted: Callable[[], None], sums: tuple[Tensor, tuple[SumForm, ...]] | None = None
+    ) -> StoredBlock | None:
+        """Write a block that is bytes already, (n,) uint8 on the CPU; see `put`."""
+        return self._put(codes, [], on_evicted, sums)
+
+    def _put(
+        self,
+        data: Tensor,
+        counts: list[int],
+        on_evicted: Callable[[], None],
+        sums: tuple[Tensor, tuple[SumForm, ...]] | None,
+    ) -> StoredBlock | None:
+        nbytes = len(data)
+        if sums is not None:
+            data = torch.cat([data, sums[0]])
         runs: list[int] = []
         for begin in range(0, len(data), SLOT_BYTES):
             part = data[begin : begin + SLOT_BYTES]
@@ -102,7 +131,7 @@ class BlockStore:
                     self._extents.free(run)
                 return None
             runs.append(self._extents.write(partial(_fill, part), len(part), 1))
-        block = StoredBlock(runs, [len(ids) for ids in pages], on_evicted)
+        block = StoredBlock(runs, counts, nbytes, on_evicted, () if sums is None else sums[1])
         self._blocks[block] = None
         return block
 

@@ -14,13 +14,14 @@ from millpond.cache.chunks.store import ChunkStore
 from millpond.cache.chunks.tiers import ChunkUse
 from millpond.cache.chunks.variant import ReadableVariant, StoredShape, ids_key, salted
 from millpond.cache.types import RotaryEmbedding
+from millpond.codec.transform.transform_file import ModelTransform
 from millpond.engine.chunks.blend import ComputedChunk, PromptBlend, ReusedChunk, Rotations
 from millpond.engine.chunks.loaded import ChunkSource, LoadedChunks, LoadingSource, StoreSource
 from millpond.engine.chunks.prompt import PromptSpan
 from millpond.engine.file_loader import LoadOrder
-from millpond.engine.prefix_cache import can_share
 from millpond.engine.request import CacheOptions
 from millpond.engine.request_state import RequestState
+from millpond.engine.sharing import can_share
 from millpond.errors import OptionError, UnsupportedModelError
 from millpond.hf.document import fingerprint
 from millpond.hf.model_profile import ModelProfile
@@ -51,16 +52,24 @@ class ChunkReuse:
         model: The model.
         mark: Mark of the model, see `model_mark`.
         max_rows: Most tokens of a pass.
+        transform: Its transform, for a store in a storage codec; None: there is none.
 
     Attributes:
         row_s: Seconds that a pass took for each token lately; 0: none was measured.
 
     Raises:
         UnsupportedModelError: keys of this model cannot be moved; the message says why.
-        OptionError: the store is another model's.
+        OptionError: the store is another model's, or its storage codec has no transform.
     """
 
-    def __init__(self, store: ChunkStore, model: PackedModel, mark: str, max_rows: int = 1 << 20) -> None:
+    def __init__(
+        self,
+        store: ChunkStore,
+        model: PackedModel,
+        mark: str,
+        max_rows: int = 1 << 20,
+        transform: ModelTransform | None = None,
+    ) -> None:
         self.store, self._model, self.max_rows = store, model, max_rows
         self.row_s = 0.0
         if store.focus and model.runner != "lean":
@@ -70,7 +79,7 @@ class ChunkReuse:
             )
         self._rotations = _rotations(model)
         layers = tuple((layer.n_kv_heads, layer.key_dim, layer.value_dim) for layer in model.layers)
-        store.bind(StoredShape(mark, model.dtype, layers))
+        store.bind(StoredShape(mark, model.dtype, layers), transform)
 
     def check(
         self,

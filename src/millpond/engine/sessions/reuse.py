@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from millpond.cache.batch_cache import Pages
+from millpond.cache.coded.swap import SequenceFacts
+from millpond.cache.coded.text import CodedText
+from millpond.engine.coded.exact import exact_positions
+from millpond.engine.coded.sequence_codec import SequenceCodec, SequenceEntries, has_codes
 from millpond.engine.completion import CompletionState
 from millpond.engine.file_loader import LoadOrder
 from millpond.engine.file_loads import FileLoads
@@ -17,11 +23,23 @@ from millpond.engine.request_state import RequestState
 from millpond.engine.sessions.store import SessionStore
 from millpond.engine.sessions.stored_turn import StoredTurn, TurnPlace
 from millpond.engine.transfer.container import fill_cache, pages_of, sequence_tensors
-from millpond.errors import OptionError, PoolFullError
+from millpond.errors import CacheMismatchError, MillpondError, OptionError, PoolFullError
 from millpond.hf.model_profile import ModelProfile
 from millpond.prompt_marks import covers
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import LayerShape, PackedModel
+
+
+class DecodedTurn(NamedTuple):
+    """Sequence of a turn in codes.
+
+    Attributes:
+        entries: Its sequence.
+        codes: The codes that it was decoded from.
+    """
+
+    entries: SequenceEntries
+    codes: CodedText
 
 
 class LoadedTurn:
@@ -30,22 +48,25 @@ class LoadedTurn:
     Attributes:
         place: Its name; None where there is none.
         turn: The turn; None where there is none.
+        decoded: What it holds, of a turn in codes.
     """
 
     def __init__(self) -> None:
         self.place: TurnPlace | None = None
         self.turn: StoredTurn | None = None
+        self.decoded: DecodedTurn | None = None
         self.on_release: Callable[[], None] | None = None
         self.on_ready: Callable[[], None] | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the turn."""
-        return 0 if self.turn is None else self.turn.nbytes
+        """Bytes of the turn, and of what it holds."""
+        of_codes = 0 if self.decoded is None else self.decoded.entries.nbytes
+        return of_codes + (0 if self.turn is None else self.turn.nbytes)
 
     def release(self) -> None:
         """Release the turn: the request needs it no longer. A second call does nothing."""
-        self.place = self.turn = None
+        self.place = self.turn = self.decoded = None
         if self.on_release is not None:
             self.on_release()
             self.on_release = None
@@ -58,6 +79,8 @@ class TurnLoadSource:
         store: Store of the turns.
         scopes: Returns the names of all turns that a request may continue, or an empty list.
         least: Returns the tokens of its prompt that it gets otherwise, so that a turn needs more.
+        codec: Codec of turns in codes; None: there are none.
+        token_bytes: Bytes of a token that was decoded.
     """
 
     name = "millpond-turns"
@@ -65,9 +88,15 @@ class TurnLoadSource:
     patience_s = math.inf
 
     def __init__(
-        self, store: SessionStore, scopes: Callable[[RequestState], list[str]], least: Callable[[RequestState], int]
+        self,
+        store: SessionStore,
+        scopes: Callable[[RequestState], list[str]],
+        least: Callable[[RequestState], int],
+        codec: SequenceCodec | None = None,
+        token_bytes: int = 0,
     ) -> None:
         self._store, self._scopes, self._least, self.limit = store, scopes, least, store.loading
+        self._codec, self._token_bytes = codec, token_bytes
 
     def wants(self, state: RequestState) -> bool:
         """Return whether a prompt may continue a turn."""
@@ -79,7 +108,7 @@ class TurnLoadSource:
 
     def order(self, state: RequestState) -> LoadOrder[LoadedTurn]:
         """Return the order for a request, see `LoadSource`."""
-        find = _TurnFinder(self._store, state, self._scopes(state), self._least(state))
+        find = _TurnFinder(self._store, state, self._scopes(state), self._least(state), self._codec, self._token_bytes)
         return LoadOrder(find.size, find.load)
 
     def failed(self) -> None:
@@ -96,8 +125,17 @@ class TurnLoadSource:
 class _TurnFinder:
     """Finds the longest turn that one request continues; runs in threads of the loader."""
 
-    def __init__(self, store: SessionStore, state: RequestState, scopes: list[str], least: int) -> None:
+    def __init__(
+        self,
+        store: SessionStore,
+        state: RequestState,
+        scopes: list[str],
+        least: int,
+        codec: SequenceCodec | None,
+        token_bytes: int,
+    ) -> None:
         self._store, self._state, self._scopes, self._least = store, state, scopes, least
+        self._codec, self._token_bytes = codec, token_bytes
         self._places: list[TurnPlace] = []
         self._max_bytes = 0  # of a file
 
@@ -109,7 +147,8 @@ class _TurnFinder:
             (place for place in candidates if place.length > self._least), key=lambda place: place.length, reverse=True
         )
         self._max_bytes = max(map(self._store.size_of, self._places), default=0)
-        return max(self._max_bytes, 1) if self._places else 0  # an empty file is to be seen, and removed, too
+        longest = self._token_bytes * max((place.length for place in self._places), default=0)
+        return max(self._max_bytes + longest, 1) if self._places else 0  # an empty file is seen, and removed, too
 
     def load(self, loaded: LoadedTurn, is_wanted: Callable[[], bool]) -> None:
         """Read turns, the longest first, until one is whole and has not forgotten too much.
@@ -120,9 +159,27 @@ class _TurnFinder:
             if not is_wanted():
                 return
             turn = self._store.read(place, self._state.ids_array[: place.length], self._max_bytes)
-            if turn is not None and covers(self._state.marks.forget, turn.forgotten):
-                loaded.place, loaded.turn = place, turn
-                return
+            if turn is None or not covers(self._state.marks.forget, turn.forgotten):
+                continue
+            if turn.codes is not None:
+                try:
+                    loaded.decoded = self._decoded(turn)
+                except MillpondError:
+                    self._store.refuse(place)
+                    continue
+            loaded.place, loaded.turn = place, turn
+            return
+
+    def _decoded(self, turn: StoredTurn) -> DecodedTurn:
+        """Return what a turn in codes holds.
+
+        Raises:
+            DataError, CacheMismatchError: it is damaged, or of another codec.
+        """
+        if self._codec is None or turn.codes is None:
+            raise CacheMismatchError("a turn is in codes, and there is no storage codec")
+        self._codec.check_mark(turn.codes)
+        return DecodedTurn(*self._codec.decode(turn.tensors, turn.ids))
 
 
 class SessionReuse:
@@ -134,6 +191,7 @@ class SessionReuse:
         mark: Mark of the model, see `session_mark`.
         has: Returns whether some pages are free.
         known: Returns the tokens of a prompt that a request gets without its session.
+        codec: Codes turns that have codes; None: turns are stored as they are.
 
     Attributes:
         loads: Requests whose turns are read before they begin.
@@ -146,10 +204,13 @@ class SessionReuse:
         mark: str,
         has: Callable[[Pages], bool],
         known: Callable[[RequestState], int],
+        codec: SequenceCodec | None = None,
     ) -> None:
         self.store, self._model, self._mark, self._has, self._known = store, model, mark, has, known
-        self._n_heads = ModelProfile.of(model.model).n_heads
-        self.loads = FileLoads(TurnLoadSource(store, self._continues, known))
+        self._n_heads, self._codec = ModelProfile.of(model.model).n_heads, codec
+        numbers = sum(layer.n_kv_heads * (layer.key_dim + layer.value_dim) for layer in model.layers)
+        token_bytes = 0 if codec is None else numbers * model.dtype.itemsize
+        self.loads = FileLoads(TurnLoadSource(store, self._continues, known, codec, token_bytes))
 
     def attach(self, state: RequestState) -> int:
         """Give a request that begins the cache of a stored turn that it continues.
@@ -171,7 +232,10 @@ class SessionReuse:
         if place is None or turn is None or place.length <= min_tokens:
             return 0
         try:
-            self._fill(state, turn)
+            if loaded.decoded is None:
+                self._fill(state, turn)
+            else:
+                self._fill_decoded(state, loaded.decoded, turn.ids)
         except PoolFullError:
             return 0
         except Exception:  # whatever a file makes of itself, its request reads the prompt
@@ -192,7 +256,10 @@ class SessionReuse:
         has_own_treatment = has_own_treatment or state.images is not None
         if not state.completions or has_own_treatment or why_not(cache_factory) is not None:
             return []
-        return [self._scope(cache_factory, forgets) for forgets in ([True, False] if state.marks.forget else [False])]
+        scopes = [self._scope(cache_factory, forgets) for forgets in ([True, False] if state.marks.forget else [False])]
+        if self._codec is not None and not state.marks.forget:
+            scopes.append(self._scope(cache_factory, False, self._codec.mark))
+        return scopes
 
     def _fill(self, state: RequestState, turn: StoredTurn) -> None:
         """Fill a cache with a turn, for a request that begins.
@@ -216,6 +283,28 @@ class SessionReuse:
             raise
         state.private_cache = batch_cache
 
+    def _fill_decoded(self, state: RequestState, turn: DecodedTurn, ids: np.ndarray) -> None:
+        """Fill a cache with a turn that was decoded, for a request that begins.
+
+        Raises:
+            PoolFullError, DataError: see `SequenceCodec.fill`; nothing is left behind.
+        """
+        assert self._codec is not None, "there are turns in codes"
+        cache_factory = state.group.cache_factory
+        if not self._has(self._codec.pages(cache_factory, len(ids))):
+            raise PoolFullError("no room for a stored turn; its request reads its prompt")
+        batch_cache = cache_factory.make_cache(len(state.ids))
+        try:
+            self._codec.fill(batch_cache, turn.entries, torch.from_numpy(ids).to(self._model.device))
+        except BaseException:
+            batch_cache.clear()
+            raise
+        if batch_cache.samples is not None:
+            batch_cache.samples.begin_with(turn.codes.exact(len(ids)))
+        for completion in state.completions:
+            completion.codes = turn.codes
+        state.private_cache = batch_cache
+
     def keep(self, state: RequestState) -> None:
         """Store the caches of the answers of a request that have just ended."""
         own_treatment = state.marks.keep or state.marks.shares or state.images is not None
@@ -233,14 +322,35 @@ class SessionReuse:
         ids = np.concatenate([state.ids_array, np.array(completion.tokens[:-1], dtype=np.int64)])
         if int(batch_cache.tracker.seen[place]) != len(ids):
             return
+        if self._keep_codes(state, completion, ids):
+            return
         tensors = sequence_tensors(cache_factory, batch_cache, place, later_prompts=True)
         copies = {name: tensor.clone() for name, tensor in tensors.items()}  # the cache goes on with some of them
         turn = StoredTurn(ids, copies, state.exact, state.marks.forget)
         self.store.put(state.request.cache_salt, self._scope(cache_factory, bool(state.marks.forget)), turn)
 
-    def _scope(self, cache_factory: CacheFactory, forgets: bool) -> str:
-        slots = cache_factory.pool(self._model.layers[0]).slots
-        return self.store.scope(self._mark, cache_factory.described, str(slots), *(["forgets"] if forgets else []))
+    def _keep_codes(self, state: RequestState, completion: CompletionState, ids: np.ndarray) -> bool:
+        """Store the cache of an answer in codes, which another thread makes; False: it has none."""
+        holder, cache_factory, codec = state.cache(completion.index), state.group.cache_factory, self._codec
+        if holder is None or codec is None or state.marks.forget or not has_codes(cache_factory):
+            return False
+        entries = codec.read(cache_factory, *holder)
+        if entries is None:
+            return False
+        facts = SequenceFacts(ids, exact_positions(state, len(codec.coder.transform.layers)), completion.codes)
+
+        def finish(turn: StoredTurn) -> StoredTurn:
+            return replace(turn, tensors=codec.code(entries, facts)[0], codes=codec.mark)
+
+        turn = StoredTurn(ids, entries.tensors(), exact=False)
+        self.store.put(state.request.cache_salt, self._scope(cache_factory, False, codec.mark), turn, finish)
+        return True
+
+    def _scope(self, cache_factory: CacheFactory, forgets: bool, codes: str | None = None) -> str:
+        own = ["forgets"] if forgets else []
+        if codes is None:  # codes go into pages of any size
+            own = [str(cache_factory.pool(self._model.layers[0]).slots), *own]
+        return self.store.scope(self._mark, cache_factory.described, *own, *([] if codes is None else ["codes", codes]))
 
 
 def why_not(cache_factory: CacheFactory) -> str | None:

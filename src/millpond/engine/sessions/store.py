@@ -7,7 +7,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from threading import RLock
 from typing import Generic, TypeVar
@@ -96,19 +96,34 @@ MAX_LOADING = 256 << 20
 DEFAULT_DISK = "20GiB"
 
 
-@dataclass(slots=True)
+#: Makes of a turn the one that is stored, in the thread that writes it or in that of its first reader.
+Finish = Callable[[StoredTurn], StoredTurn]
+
+
 class _Waiting:
     """A turn that is not on the disk yet.
 
-    Attributes:
+    Args:
         place: Its name.
         turn: The turn.
+        finish: Makes of it the one that is stored.
+
+    Attributes:
+        place: Its name.
+        nbytes: Most bytes of its file.
         wanted: Whether it is still to be written.
     """
 
-    place: TurnPlace
-    turn: StoredTurn
-    wanted: bool = True
+    def __init__(self, place: TurnPlace, turn: StoredTurn, finish: Finish | None) -> None:
+        self.place, self.nbytes, self.wanted = place, turn.file_bytes, True
+        self._turn, self._finish, self._lock = turn, finish, threading.Lock()
+
+    def turn(self) -> StoredTurn:
+        """Return the turn as it is stored, which is made once."""
+        with self._lock:
+            if self._finish is not None:
+                self._turn, self._finish = self._finish(self._turn), None
+            return self._turn
 
 
 class SessionStore:
@@ -175,7 +190,7 @@ class SessionStore:
         """Return the most bytes of a turn's file, now or once it is written; 0: there is none."""
         with self._lock:
             waiting = self._waiting.get(place)
-        return self._files.size_of(place) if waiting is None else waiting.turn.file_bytes
+        return self._files.size_of(place) if waiting is None else waiting.nbytes
 
     def read(self, place: TurnPlace, ids: np.ndarray, max_bytes: int | None = None) -> StoredTurn | None:
         """Return a turn that is stored or waits to be written; None where there is none.
@@ -190,7 +205,7 @@ class SessionStore:
         with self._lock:
             waiting = self._waiting.get(place)
         if waiting is not None:
-            turn = waiting.turn
+            turn = waiting.turn()
             return replace(turn, tensors={name: tensor.clone() for name, tensor in turn.tensors.items()})
         data = self._files.read(place, max_bytes)
         if data is None:
@@ -201,10 +216,16 @@ class SessionStore:
             self.refuse(place)
             return None
 
-    def put(self, salt: str | None, scope: str, turn: StoredTurn) -> bool:
+    def put(self, salt: str | None, scope: str, turn: StoredTurn, finish: Finish | None = None) -> bool:
         """Store a turn, in a thread of its own; return False where it is not taken.
 
         A stored one stays, except where spans were forgotten, which its name does not tell.
+
+        Args:
+            salt: Salt of the request.
+            scope: Name of the turns of a model.
+            turn: The turn.
+            finish: Makes of it the one that is stored, once, in another thread; None: it is stored as it is.
         """
         (place,) = places(self._files.secret, self._salt(salt), scope, turn.ids, [len(turn.ids)])
         with self._lock:
@@ -212,7 +233,7 @@ class SessionStore:
                 self._forget(place)
             elif place in self._waiting or self._files.has(place):
                 return True
-            waiting = _Waiting(place, turn)
+            waiting = _Waiting(place, turn, finish)
             if turn.nbytes > self._files.limit or not self._queue.put(waiting, turn.nbytes):
                 self.counts["dropped"] += 1
                 return False
@@ -285,7 +306,7 @@ class SessionStore:
         place = waiting.place
         try:
             if waiting.wanted:
-                written = self._files.write(place, waiting.turn.to_bytes(place), self._lock, lambda: waiting.wanted)
+                written = self._files.write(place, waiting.turn().to_bytes(place), self._lock, lambda: waiting.wanted)
                 self.counts["stored"] += written
         except Exception:  # it cannot be made bytes: it alone is lost
             self._files.counts["write_failures"] += 1

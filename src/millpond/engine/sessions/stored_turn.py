@@ -87,6 +87,8 @@ def places(secret: bytes, salt: str, scope: str, ids: np.ndarray, lengths: Itera
 
 #: Name of this form of the bytes; another one is refused.
 FORMAT = "millpond-session-1"
+#: The same of turns in codes of a storage codec.
+CODED = "millpond-session-coded-1"
 _CACHE = "cache."
 #: Most bytes of a file's header, and of its entry for one tensor.
 _HEADER, _HEADER_PART = 2048, 256
@@ -101,12 +103,14 @@ class StoredTurn:
         tensors: Tensors from `cache_tensors`, on the host.
         exact: Whether no token of it came from a chunk store as another text gave it.
         forgotten: Spans of its tokens that have left the cache, ascending.
+        codes: Mark of the storage codec whose codes the tensors hold, see `SequenceCodec`; None: they hold entries.
     """
 
     ids: np.ndarray
     tensors: Mapping[str, Tensor] = field(repr=False)
     exact: bool = True
     forgotten: tuple[Span, ...] = ()
+    codes: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -124,7 +128,10 @@ class StoredTurn:
         tensors["ids"] = torch.from_numpy(self.ids.astype(np.int64))
         if self.forgotten:
             tensors["forgotten"] = torch.tensor(self.forgotten, dtype=torch.int64)
-        return pack({"format": FORMAT, "place": _named(place), "exact": str(self.exact)}, tensors)
+        about = {"format": FORMAT, "place": _named(place), "exact": str(self.exact)}
+        if self.codes is not None:
+            about |= {"format": CODED, "codes": self.codes}
+        return pack(about, tensors)
 
     @classmethod
     def from_bytes(cls, data: bytes, place: TurnPlace, ids: np.ndarray) -> StoredTurn:
@@ -140,7 +147,7 @@ class StoredTurn:
             CacheMismatchError: a turn of another place or text.
         """
         about, tensors = unpack(data)
-        if about.get("format") != FORMAT or about.get("place") != _named(place):
+        if about.get("format") not in (FORMAT, CODED) or about.get("place") != _named(place):
             raise CacheMismatchError("the file is of another format, or of another session; it is read as missing")
         stored_ids = tensors.pop("ids", torch.zeros(0))
         if stored_ids.dtype != torch.int64 or not np.array_equal(stored_ids.numpy(), ids):
@@ -150,7 +157,10 @@ class StoredTurn:
         if about.get("exact") not in ("True", "False") or not all(name.startswith(_CACHE) for name in tensors):
             raise DataError("the file holds more than a session; it is read as missing")
         cache_tensors = {name.removeprefix(_CACHE): tensor for name, tensor in tensors.items()}
-        return cls(ids, cache_tensors, about["exact"] == "True", forgotten)
+        codes = about.get("codes")
+        if (codes is None) != (about["format"] == FORMAT):
+            raise DataError("the file does not say whose codes it holds; it is read as missing")
+        return cls(ids, cache_tensors, about["exact"] == "True", forgotten, codes)
 
 
 def _named(place: TurnPlace) -> str:

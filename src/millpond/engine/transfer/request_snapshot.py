@@ -27,6 +27,8 @@ from millpond.typed_json import from_json, to_json
 #: (`typed_json`), and bytes of before are read with the default: the version stays. It changes when a field loses its
 #: default, its name or its type, or when bytes of before would mean something else.
 FORMAT = "millpond-request-2"
+#: The same with caches in codes of a storage codec.
+CODED = "millpond-request-coded-1"
 #: A token, its log probability, and those of the likeliest: `TokenLogprob` without texts.
 Logprob = tuple[int, float, tuple[tuple[int, float], ...]]
 
@@ -80,6 +82,7 @@ class RequestSnapshot:
         recipe: Description of how the cache is kept, in words.
         prompt_logprobs: Log probabilities of the prompt so far, None for the first token; None where not requested.
         caches: Tensors of each cache; none where the prompt was not read, which the next engine begins again.
+        codes: Mark of the storage codec whose codes these hold, see `SequenceCodec`; None: they hold entries.
     """
 
     request: Request
@@ -90,6 +93,7 @@ class RequestSnapshot:
     recipe: str
     prompt_logprobs: tuple[Logprob | None, ...] | None = None
     caches: Sequence[Mapping[str, Tensor]] = field(default=(), repr=False)
+    codes: str | None = None
 
     @property
     def begun(self) -> bool:
@@ -137,7 +141,10 @@ class RequestSnapshot:
             written = json.dumps(header, allow_nan=True)
         except (TypeError, ValueError) as error:
             raise OptionError(f"request {request.request_id!r} cannot be written down ({error})") from None
-        return pack({"format": FORMAT, "model": self.model, "recipe": self.recipe, "request": written}, tensors)
+        texts = {"format": FORMAT, "model": self.model, "recipe": self.recipe, "request": written}
+        if self.codes is not None:
+            texts |= {"format": CODED, "codes": self.codes}
+        return pack(texts, tensors)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> RequestSnapshot:
@@ -147,7 +154,7 @@ class RequestSnapshot:
             DataError: bytes that are cut off, changed, of another version, or hold values that no request has.
         """
         texts, tensors = unpack(data)
-        if texts.get("format") != FORMAT:
+        if texts.get("format") not in (FORMAT, CODED) or ("codes" in texts) != (texts["format"] == CODED):
             raise DataError(
                 f"the buffer has the format {str(texts.get('format'))[:80]!r}, and this Millpond reads {FORMAT!r}: run "
                 "the same version on both sides"
@@ -187,6 +194,7 @@ class RequestSnapshot:
             recipe=texts["recipe"],
             prompt_logprobs=from_json(_Logprobs, {"logprobs": header["prompt_logprobs"]}).logprobs,
             caches=[_named(tensors, f"cache.{index}.") for index in range(n_caches)],
+            codes=texts.get("codes"),
         )
 
 

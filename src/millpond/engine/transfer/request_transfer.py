@@ -6,11 +6,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from millpond.cache.batch_cache import BatchCache
+from millpond.cache.coded.swap import SequenceFacts
+from millpond.cache.coded.text import CodedText
 from millpond.cache.swap import parts_of
+from millpond.engine.coded.exact import exact_positions
+from millpond.engine.coded.sequence_codec import has_codes
 from millpond.engine.completion import with_texts
 from millpond.engine.components import Components
 from millpond.engine.outputs import Times, TokenLogprob
@@ -42,6 +47,7 @@ class RequestTransfer:
         self._scheduler, self._sampler, self._prefix_cache = parts.scheduler, parts.sampler, parts.prefix_cache
         self._requests, self._file_loads = parts.requests, parts.file_loads
         self._validator, self._tokenizer = validator, parts.tokenizer
+        self._codec = parts.sequence_codec
         self._n_heads = ModelProfile.of(parts.model.model).n_heads
 
     # ------------------------------------------------------------------ out
@@ -72,7 +78,7 @@ class RequestTransfer:
             return self._snapshot(state, []).to_bytes()
         if state.private_cache is None:
             sequences = [state.group.completions.index(completion) for completion in state.unfinished]
-            return self._snapshot(state, _caches(cache_factory, state.group.batch_cache, sequences)).to_bytes()
+            return self._snapshot(state, *self._caches(state, state.group.batch_cache, sequences)).to_bytes()
         if not self._prefix_cache.make_room(state.private_cache.pages_to_swap_in()):
             raise PoolFullError(
                 f"request {state.request.request_id!r} is swapped out, and the pool has no room to read its pages; "
@@ -80,14 +86,40 @@ class RequestTransfer:
             )
         state.private_cache.swap_in()
         try:
-            return self._snapshot(
-                state, _caches(cache_factory, state.private_cache, list(range(state.private_cache.n_seq)))
-            ).to_bytes()
+            sequences = list(range(state.private_cache.n_seq))
+            return self._snapshot(state, *self._caches(state, state.private_cache, sequences)).to_bytes()
         except BaseException:
             state.private_cache.swap_out(self._swap_files)
             raise
 
-    def _snapshot(self, state: RequestState, caches: Sequence[Mapping[str, Tensor]]) -> RequestSnapshot:
+    def _caches(
+        self, state: RequestState, batch_cache: BatchCache, sequences: Sequence[int]
+    ) -> tuple[list[dict[str, Tensor]], str | None]:
+        """Return the tensors of the answers' sequences, and the mark of their codes.
+
+        Sequences that hold the same are returned once.
+        """
+        cache_factory, codec = state.group.cache_factory, self._codec
+        distinct = sequences[:1] if _alike(batch_cache, sequences) else sequences
+        exact = state.prompt_logprobs is not None or bool(state.marks.forget) or state.decoded > 0
+        if codec is not None and not exact and has_codes(cache_factory):
+            positions = exact_positions(state, len(batch_cache.layers))
+            coded = []
+            for sequence, completion in zip(distinct, state.unfinished, strict=False):
+                entries = codec.read(cache_factory, batch_cache, sequence)
+                if entries is None:
+                    break
+                ids = np.concatenate([state.ids_array, np.array(completion.tokens[:-1], dtype=np.int64)])
+                facts = SequenceFacts(ids, positions, completion.codes or completion.copied)
+                tensors, completion.copied = codec.code(entries, facts)
+                coded.append(tensors)
+            else:
+                return coded, codec.mark
+        return [sequence_tensors(cache_factory, batch_cache, sequence) for sequence in distinct], None
+
+    def _snapshot(
+        self, state: RequestState, caches: Sequence[Mapping[str, Tensor]], codes: str | None = None
+    ) -> RequestSnapshot:
         now, request, times = time.monotonic(), state.request, state.times
         begun, prompt = bool(caches), request.prompt
         moving = replace(
@@ -110,6 +142,7 @@ class RequestTransfer:
             recipe=state.group.cache_factory.described,
             prompt_logprobs=_logprobs(state.prompt_logprobs) if begun else None,
             caches=caches,
+            codes=codes,
         )
 
     def _answer(self, state: RequestState, index: int) -> CompletionSnapshot:
@@ -173,6 +206,13 @@ class RequestTransfer:
                 "the request was begun with another model, with other weights, or with weights in another format: give "
                 "both engines the same"
             )
+        if snapshot.codes is not None:
+            if self._codec is None:
+                raise CacheMismatchError(
+                    f"the request's cache is in codes of {snapshot.codes[:120]}, and this engine has no storage codec: "
+                    "give both engines the same storage_codec and calibration"
+                )
+            self._codec.check_mark(snapshot.codes)
         request, answers = snapshot.request, snapshot.answers
         self._requests.check_names([request.request_id])
         if len(answers) != request.params.n:
@@ -242,7 +282,11 @@ class RequestTransfer:
             RequestStatus.DECODE,
         )
         scheduled.num_decoded_tokens = max((len(completion.tokens) for completion in unfinished), default=0)
-        need = pages_of(cache_factory, self._model.layers, caches, len(unfinished))
+        if snapshot.codes is None or self._codec is None:
+            need = pages_of(cache_factory, self._model.layers, caches, len(unfinished))
+        else:
+            longest = len(state.ids) + max(len(completion.tokens) for completion in unfinished)
+            need = self._codec.pages(cache_factory, longest, len(caches))
         if not self._scheduler.can_admit_transferred(scheduled) or not self._prefix_cache.make_room(need):
             raise PoolFullError(
                 f"the requests in flight leave no room for {scheduled.reserved_bytes:,} bytes of a request with "
@@ -252,7 +296,13 @@ class RequestTransfer:
         batch_cache = cache_factory.make_cache()
         try:
             for cache, completion in zip(caches, unfinished, strict=False):
-                self._fill(batch_cache, cache_factory, cache, (*state.ids, *completion.tokens[:-1]), state)
+                ids = (*state.ids, *completion.tokens[:-1])
+                if snapshot.codes is None:
+                    self._fill(batch_cache, cache_factory, cache, ids, state)
+                else:
+                    codes = self._fill_decoded(batch_cache, cache_factory, cache, ids, state)
+                    for own in unfinished if share_cache else [completion]:
+                        own.decoded_from(codes, len(state.ids))
             if share_cache:
                 batch_cache.select([0] * len(unfinished))
         except BaseException:
@@ -283,14 +333,34 @@ class RequestTransfer:
             single_cache.clear()
             raise
 
+    def _fill_decoded(
+        self,
+        batch_cache: BatchCache,
+        cache_factory: CacheFactory,
+        cache: Mapping[str, Tensor],
+        ids: Sequence[int],
+        state: RequestState,
+    ) -> CodedText:
+        """Add one sequence in codes to a batch cache, and return the codes.
+
+        It is as if its prompt had been read.
+        """
+        assert self._codec is not None, "it was checked"
+        tokens = torch.tensor(ids, dtype=torch.int64)
+        entries, codes = self._codec.decode(cache, tokens.numpy())
+        single_cache = cache_factory.make_cache(len(ids))
+        single_cache.mark(state.marks)
+        try:
+            self._codec.fill(single_cache, entries, tokens.to(self._model.device))
+            single_cache.run_plans()
+            batch_cache.join(single_cache)
+        except BaseException:
+            single_cache.clear()
+            raise
+        return codes
+
     def _logprob(self, logprob: Logprob) -> TokenLogprob:
         return with_texts(self._tokenizer, *logprob)
-
-
-def _caches(cache_factory: CacheFactory, batch_cache: BatchCache, sequences: Sequence[int]) -> list[dict[str, Tensor]]:
-    """Return the tensors of some sequences of a batch cache, only once if they hold the same."""
-    distinct = sequences[:1] if _alike(batch_cache, sequences) else sequences
-    return [sequence_tensors(cache_factory, batch_cache, sequence) for sequence in distinct]
 
 
 def _alike(batch_cache: BatchCache, sequences: Sequence[int]) -> bool:

@@ -51,6 +51,7 @@ class KeptFigures(Described):
     reused_tokens: int
     recomputed_tokens: int
     forgotten_tokens: int
+    decoded_tokens: int
     exact: bool
     seen: int
     held: float
@@ -78,6 +79,7 @@ class ChoiceFigures(Described):
     reused_tokens: int | None = None
     recomputed_tokens: int | None = None
     forgotten_tokens: int | None = None
+    decoded_tokens: int | None = None
     exact: bool | None = None
     seen: int | None = None
     held: float | None = None

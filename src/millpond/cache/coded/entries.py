@@ -1,0 +1,84 @@
+"""Entries of neighbouring tokens as numbers of the codec `transform`, and back: RoPE is undone, and done again."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from millpond.cache.types import RotaryEmbedding
+from millpond.codec.transform.coding import decode, project
+from millpond.codec.transform.page import TOKENS, PageAddress
+from millpond.codec.transform.prompt_header import LayerHeader, Sides
+
+
+def projected(
+    sides: Sides, keys: Tensor, values: Tensor, first: int, rotary: RotaryEmbedding | None
+) -> tuple[Tensor, Tensor]:
+    """Return z of the keys and of the values of neighbouring tokens.
+
+    It is (n, r) float32 each, on the CPU.
+
+    Args:
+        sides: Transforms of the layer.
+        keys: (H, n, D) after RoPE.
+        values: (H, n, V).
+        first: Position of the first token.
+        rotary: Rotation of the keys; None if they have none.
+    """
+    key, value = (side.to(keys.device) for side in sides)
+    keys = keys.float()
+    if rotary is not None and keys.shape[1]:
+        positions = torch.arange(first, first + keys.shape[1], device=keys.device)
+        keys = rotary.rotate(keys[None], positions[None], inverse=True)[0]
+    return project(key, joined(keys)).cpu(), project(value, joined(values.float())).cpu()
+
+
+def decoded(
+    sides: Sides,
+    header: LayerHeader,
+    pages: Tensor,
+    address: PageAddress,
+    shape: tuple[int, int, int],
+    first: int,
+    rotary: RotaryEmbedding | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the tokens of pages: keys (H, n, D) after RoPE and values (H, n, V), float32.
+
+    Args:
+        sides: Transforms of the layer, on the device that computes.
+        header: Means, scales and bits that the pages were written with, there too.
+        pages: (P, bytes) uint8; n is 32 P.
+        address: Where they belong.
+        shape: H, D and V.
+        first: Position of the first token.
+        rotary: Rotation of the keys; None if they have none.
+
+    Raises:
+        DataError: a page has another size, is damaged, or belongs elsewhere.
+    """
+    heads, *dims = shape
+    n = len(pages) * TOKENS
+    keys, values = (
+        side.view(n, heads, dim).transpose(0, 1)
+        for side, dim in zip(decode(sides, header, pages, address), dims, strict=True)
+    )
+    if rotary is not None and n:
+        positions = torch.arange(first, first + n, device=keys.device)
+        keys = rotary.rotate(keys[None], positions[None])[0]
+    return keys, values
+
+
+def moments(z: Tensor, coded: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and deviation of z (n, r) over the tokens that are `coded` (n,).
+
+    They are 0 and 1 if there are none.
+    """
+    chosen = z[coded].double()
+    if not len(chosen):
+        return z.new_zeros(z.shape[1]), z.new_ones(z.shape[1])
+    return chosen.mean(0).float(), chosen.std(0, correction=0).float()
+
+
+def joined(x: Tensor) -> Tensor:
+    """Return entries (H, n, D) of all heads of a token side by side, (n, H D)."""
+    return x.transpose(0, 1).flatten(1)

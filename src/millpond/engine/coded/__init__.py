@@ -1,0 +1,1 @@
+"""Sequences of requests in the storage codec: where they are stored, swapped or sent."""
