@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,16 @@ class ModelTransform:
         return tensors
 
 
+def fitted_model_of(path: str | os.PathLike[str]) -> FittedModel:
+    """Return the model that a transform file was made for, from its header alone.
+
+    Raises:
+        DataError: no such file, of another format, or damaged.
+    """
+    with _opened(os.fspath(path)) as (_, about):
+        return _model_of(about)
+
+
 def load_transform(path: str | os.PathLike[str]) -> ModelTransform:
     """Read a transform file.
 
@@ -157,31 +168,15 @@ def load_transform(path: str | os.PathLike[str]) -> ModelTransform:
 
     def need(right: bool, rule: str) -> None:
         if not right:
-            raise DataError(f"transform file {name!r} is damaged ({rule}); make it again with 'millpond calibrate'")
+            raise _damaged(name, rule)
 
-    try:
-        with open(name, "rb") as begin:
-            length = struct.unpack("<Q", begin.read(8).ljust(8, b"\xff"))[0]
-        need(length <= MOST_HEADER, "its header is too long")
-        with safe_open(name, "pt") as file:
-            about = file.metadata() or {}
-            if about.get("format") != FORMAT:
-                raise DataError(
-                    f"{name!r} is no transform file of this Millpond: its format is {about.get('format')!r}; make one "
-                    "with 'millpond calibrate --codec transform'"
-                )
-            model, calibrated = _model_of(about), _calibrated_of(about)
-            need(0 < len(model.shapes) <= MOST_LAYERS, f"1 to {MOST_LAYERS} layers")
-            given = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (no dictionary)
-            shapes = {key: (tuple(part.get_shape()), part.get_dtype()) for key, part in given.items()}
-            _check_shapes(shapes, model.shapes, need)
-            tensors = {key: file.get_tensor(key) for key in given}
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"transform file {name!r} cannot be read: {error}") from error
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"transform file {name!r} is damaged ({error!r}); make it again") from None
+    with _opened(name) as (file, about):
+        model, calibrated = _model_of(about), _calibrated_of(about)
+        need(0 < len(model.shapes) <= MOST_LAYERS, f"1 to {MOST_LAYERS} layers")
+        given = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (no dictionary)
+        shapes = {key: (tuple(part.get_shape()), part.get_dtype()) for key, part in given.items()}
+        _check_shapes(shapes, model.shapes, need)
+        tensors = {key: file.get_tensor(key) for key in given}
     need(all(bool(tensor.isfinite().all()) for tensor in tensors.values()), "its numbers are finite")
     layers = tuple(
         (_side(tensors, f"{index}.key."), _side(tensors, f"{index}.value.")) for index in range(len(model.shapes))
@@ -193,6 +188,38 @@ def load_transform(path: str | os.PathLike[str]) -> ModelTransform:
     found = ModelTransform(model, calibrated, layers, tensors["thresholds"])
     need(about.get("digest") == found.digest(), "its digest differs")
     return found
+
+
+@contextmanager
+def _opened(name: str) -> Iterator[tuple[Any, Mapping[str, str]]]:
+    """Open a transform file; gives it and its facts, and says which file it is where these are not as written.
+
+    Raises:
+        DataError: no such file, of another format, or damaged.
+    """
+    try:
+        with open(name, "rb") as begin:
+            length = struct.unpack("<Q", begin.read(8).ljust(8, b"\xff"))[0]
+        if length > MOST_HEADER:
+            raise _damaged(name, "its header is too long")
+        with safe_open(name, "pt") as file:
+            about = file.metadata() or {}
+            if about.get("format") != FORMAT:
+                raise DataError(
+                    f"{name!r} is no transform file of this Millpond: its format is {about.get('format')!r}; make one "
+                    "with 'millpond calibrate --codec transform'"
+                )
+            yield file, about
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"transform file {name!r} cannot be read: {error}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"transform file {name!r} is damaged ({error!r}); make it again") from None
+
+
+def _damaged(name: str, rule: str) -> DataError:
+    return DataError(f"transform file {name!r} is damaged ({rule}); make it again with 'millpond calibrate'")
 
 
 def _check_shapes(
