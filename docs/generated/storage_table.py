@@ -1,0 +1,44 @@
+"""Tables of stored texts: what the codec `transform` loses and takes, by model and length."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from typing import Any
+
+from generated.markup import left
+from generated.results import RESULTS
+from generated.text_tables import mean_and_error
+from millpond_lab.bench.common.report import markdown_table
+
+#: Texts of the kinds that the shipped files were calibrated on, and of other kinds, with their names in a table.
+SEEN = {"wiki": "WikiText-2", "novel": "novel", "cpp": "C++ documentation"}
+UNSEEN = {"rust": "Rust book", "shakespeare": "Shakespeare", "maths": "GSM8K"}
+
+
+def storage_tables() -> str:
+    """KL and bytes of stored texts, a table for each model and length."""
+    groups: dict[tuple[str, int], dict[str, dict[str, list[dict[str, Any]]]]] = defaultdict(
+        lambda: defaultdict(lambda: defaultdict(list))
+    )
+    for line in (RESULTS / "storage-codec.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        file = row["calibration"].split(" ")[0]
+        codec = f"`{row['codec']}`" + (f", {file}" if file not in ("", "shipped") else "")
+        groups[row["model"], row["prompt"]][codec][row["text"]].append(row)
+    return "\n".join(_table(*key, codecs) for key, codecs in sorted(groups.items()))
+
+
+def _table(model: str, prompt: int, codecs: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
+    texts = [name for name in (*SEEN, *UNSEEN) if any(name in found for found in codecs.values())]
+    head = ("codec", "bytes", *(SEEN.get(name) or UNSEEN[name] for name in texts), "mean of the first three")
+    rows = []
+    for codec, found in codecs.items():
+        share = statistics.mean(row["bytes"] for part in found.values() for row in part)
+        cells = [f"{mean_and_error([row['kl'] for row in found[text]])}" if text in found else "" for text in texts]
+        means = [statistics.mean(row["kl"] for row in found[text]) for text in SEEN if text in found]
+        rows.append((codec, f"{share:.1%}", *cells, f"{statistics.mean(means):.4f}" if len(means) == len(SEEN) else ""))
+    counts = {len(part) for found in codecs.values() for part in found.values()}
+    windows = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+    return f"{model}, {prompt:,} tokens, {windows} windows of each text:\n\n{left(markdown_table(head, rows))}"
