@@ -5,7 +5,7 @@
 #
 #   shipped_transforms.sh DATA NAME=MODEL...
 #
-# DATA holds text/; each NAME.safetensors goes into packages/millpond-models. WINDOWS of each kind are read.
+# DATA holds text/; each NAME.safetensors.xz goes into packages/millpond-models. WINDOWS of each kind are read.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 data=$1
@@ -24,4 +24,5 @@ for given in "$@"; do
 	millpond calibrate --model "${given#*=}" --codec transform --no-default-text --windows "${WINDOWS:-16}" \
 		--text "$data/text/wikitext2_valid.txt" --text "$texts/novels.txt" --text "$texts/cpp.txt" \
 		--most-bits "${MOST_BITS:-2}" --out "$out"
+	xz -6 --lzma2=preset=6,lc=3,lp=1,pb=1 "$out"
 done

@@ -41,7 +41,7 @@ from millpond_lab.bench.common.machine import describe_machine
 MOST_CHARACTERS = 3_000_000
 CODED = "transform"
 #: What distinguishes a row; a run does not measure again what has one.
-KEY = ("model", "calibration", "prompt", "scored", "text", "begin", "codec")
+KEY = ("model", "dtype", "calibration", "prompt", "scored", "text", "begin", "codec")
 
 
 def begin_of(number: int, n_tokens: int, length: int) -> int:
@@ -108,10 +108,11 @@ def main() -> None:
     parser.add_argument("codecs", nargs="+")
     parser.add_argument("--calibration", help="transform file; the one of millpond-models by default")
     parser.add_argument("--name", help="of the model in the rows; its own by default")
+    parser.add_argument("--dtype", default="auto", help="of the model; bf16 rounds differently behind any change")
     parser.add_argument("--rows", type=Path, required=True, help="file of rows, which new ones are added to")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model, tokenizer = mp.load_model(args.model), mp.load_tokenizer(args.model)
+    model, tokenizer = mp.load_model(args.model, args.dtype), mp.load_tokenizer(args.model)
     coded = any(codec.startswith(CODED) for codec in args.codecs)
     transform = transform_of(model, args.calibration) if coded else None
     file = "shipped" if args.calibration is None else Path(args.calibration).stem
@@ -130,7 +131,13 @@ def main() -> None:
             if len(tokens) < length:
                 raise SystemExit(f"text {name} has {len(tokens):,} tokens: give a longer one, or a shorter --prompt")
             begin = begin_of(number, len(tokens), length)
-            facts = {"model": args.name or args.model, "prompt": args.prompt, "scored": args.scored, "text": name}
+            facts = {
+                "model": args.name or args.model,
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "prompt": args.prompt,
+                "scored": args.scored,
+                "text": name,
+            }
             facts |= {"begin": begin}
 
             def row_of(codec: str, facts: dict[str, Any] = facts) -> dict[str, Any]:

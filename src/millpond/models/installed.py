@@ -55,7 +55,7 @@ def heads_files() -> list[Path]:
 
 def transform_files() -> list[Path]:
     """Return the transform files that come with millpond-models, each for one model."""
-    return sorted(file for place in _separate() for file in (place / "transforms").glob("*.safetensors"))
+    return sorted(file for place in _separate() for file in (place / "transforms").glob("*.safetensors.xz"))
 
 
 def _folders() -> list[Path]:

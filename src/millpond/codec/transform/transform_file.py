@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import lzma
 import os
 import struct
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,6 +30,8 @@ FORMAT = "millpond transform 1"
 MOST_LAYERS, MOST_DIMS = 1024, 16384
 #: Most bytes of the names, shapes and facts at the beginning of a file.
 MOST_HEADER = 8 << 20
+#: End of the name of a file that xz has packed, and the most bytes that it may hold.
+PACKED, MOST_UNPACKED = ".xz", 64 << 20
 _SIDES = ("key", "value")
 #: Facts that are compared, in this order, and how a message calls them.
 _COMPARED = {"name": "class", "shapes": "shape of layers", "rope": "rotary embedding", "weights": "set of weights"}
@@ -152,12 +156,21 @@ def fitted_model_of(path: str | os.PathLike[str]) -> FittedModel:
     Raises:
         DataError: no such file, of another format, or damaged.
     """
-    with _opened(os.fspath(path)) as (_, about):
-        return _model_of(about)
+    name = os.fspath(path)
+    try:
+        with _stream(name) as begin:
+            length = struct.unpack("<Q", begin.read(8).ljust(8, b"\xff"))[0]
+            header = begin.read(length) if length <= MOST_HEADER else b""
+        about = json.loads(header)["__metadata__"]
+        if about["format"] == FORMAT:
+            return _model_of(about)
+    except (OSError, EOFError, lzma.LZMAError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"transform file {name!r} cannot be read: {error!r}") from error
+    raise _other_format(name, about["format"])
 
 
 def load_transform(path: str | os.PathLike[str]) -> ModelTransform:
-    """Read a transform file.
+    """Read a transform file, or one that xz has packed (.xz).
 
     Names, types and shapes are checked before a tensor is read.
 
@@ -198,24 +211,53 @@ def _opened(name: str) -> Iterator[tuple[Any, Mapping[str, str]]]:
         DataError: no such file, of another format, or damaged.
     """
     try:
-        with open(name, "rb") as begin:
+        with _stream(name) as begin:
             length = struct.unpack("<Q", begin.read(8).ljust(8, b"\xff"))[0]
         if length > MOST_HEADER:
             raise _damaged(name, "its header is too long")
-        with safe_open(name, "pt") as file:
+        with _plain(name) as path, safe_open(path, "pt") as file:
             about = file.metadata() or {}
             if about.get("format") != FORMAT:
-                raise DataError(
-                    f"{name!r} is no transform file of this Millpond: its format is {about.get('format')!r}; make one "
-                    "with 'millpond calibrate --codec transform'"
-                )
+                raise _other_format(name, about.get("format"))
             yield file, about
-    except (OSError, SafetensorError) as error:
+    except (OSError, EOFError, lzma.LZMAError, SafetensorError) as error:
         raise DataError(f"transform file {name!r} cannot be read: {error}") from error
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"transform file {name!r} is damaged ({error!r}); make it again") from None
+
+
+def _stream(name: str) -> IO[bytes]:
+    return lzma.open(name) if name.endswith(PACKED) else open(name, "rb")
+
+
+@contextmanager
+def _plain(name: str) -> Iterator[str]:
+    """Give the path of a file that is not packed; of a packed one, that of a copy for the time being.
+
+    Raises:
+        DataError: it is larger than a packed one may be; no more than that is unpacked.
+        OSError, EOFError, lzma.LZMAError: it cannot be unpacked.
+    """
+    if not name.endswith(PACKED):
+        yield name
+        return
+    with lzma.open(name) as packed:
+        content = packed.read(MOST_UNPACKED + 1)
+    if len(content) > MOST_UNPACKED:
+        raise _damaged(name, f"it holds at most {MOST_UNPACKED:,} bytes, unpacked")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "transform.safetensors"
+        path.write_bytes(content)
+        yield os.fspath(path)
+
+
+def _other_format(name: str, found: object) -> DataError:
+    return DataError(
+        f"{name!r} is no transform file of this Millpond: its format is {found!r}; make one with 'millpond calibrate "
+        "--codec transform'"
+    )
 
 
 def _damaged(name: str, rule: str) -> DataError:
