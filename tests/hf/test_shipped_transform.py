@@ -14,6 +14,8 @@ from millpond.hf.text_storage import transform_of
 from millpond.models.installed import transform_files
 from tests.helpers.hf.transform import tiny, transform_of_tiny
 
+FOLDER = Path(__file__).parents[2] / "packages" / "millpond-models" / "src" / "millpond_models" / "transforms"
+
 
 @pytest.fixture
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
@@ -47,7 +49,10 @@ def test_a_damaged_file_is_named(shipped: list[Path]) -> None:
 
 
 def test_shipped_files_are_small_and_have_cards() -> None:
-    files = transform_files()
+    files = sorted(FOLDER.glob("*.safetensors.xz")) or transform_files()
+    if not files:
+        pytest.skip("neither a checkout nor millpond-models")
+    assert len(files) == 2
     assert sum(file.stat().st_size for file in files) <= 8_000_000
     for file in files:
         transform = load_transform(file)
