@@ -36,14 +36,18 @@ def _table(model: str, dtype: str, prompt: int, codecs: dict[str, dict[str, list
     rows = []
     for codec, found in codecs.items():
         share = statistics.mean(row["bytes"] for part in found.values() for row in part)
-        cells = [f"{mean_and_error([row['kl'] for row in found[text]])}" if text in found else "" for text in texts]
+        cells = [_cell([row["kl"] for row in found.get(text, ())]) for text in texts]
         means = [statistics.mean(row["kl"] for row in found[text]) for text in SEEN if text in found]
         rows.append((codec, f"{share:.1%}", *cells, f"{statistics.mean(means):.4f}" if len(means) == len(SEEN) else ""))
     counts = {len(part) for found in codecs.values() for part in found.values()}
-    windows = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
-    return (
-        f"{model} in {dtype}, {prompt:,} tokens, {windows} windows of each text:\n\n{left(markdown_table(head, rows))}"
-    )
+    windows = f"{min(counts)} to {max(counts)} windows" if len(counts) > 1 else "one window"
+    if len(counts) == 1 and counts != {1}:
+        windows = f"{min(counts)} windows"
+    return f"{model} in {dtype}, {prompt:,} tokens, {windows} of each text:\n\n{left(markdown_table(head, rows))}"
+
+
+def _cell(numbers: list[float]) -> str:
+    return mean_and_error(numbers) if len(numbers) > 1 else "".join(f"{number:.4f}" for number in numbers)
 
 
 def storage_facts() -> str:
