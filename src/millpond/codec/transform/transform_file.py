@@ -205,7 +205,9 @@ def load_transform(path: str | os.PathLike[str]) -> ModelTransform:
 
 @contextmanager
 def _opened(name: str) -> Iterator[tuple[Any, Mapping[str, str]]]:
-    """Open a transform file; gives it and its facts, and says which file it is where these are not as written.
+    """Open a transform file; gives it and its facts.
+
+    What is not as written while it is open becomes an error that names the file.
 
     Raises:
         DataError: no such file, of another format, or damaged.
@@ -234,7 +236,7 @@ def _stream(name: str) -> IO[bytes]:
 
 @contextmanager
 def _plain(name: str) -> Iterator[str]:
-    """Give the path of a file that is not packed; of a packed one, that of a copy for the time being.
+    """Give the path of a file, or of a copy of it that is not packed.
 
     Raises:
         DataError: it is larger than a packed one may be; no more than that is unpacked.

@@ -109,7 +109,10 @@ def add_pass(moments: LayerMoments, layer: LayerPass, generator: torch.Generator
 
 
 def _coded(moments: LayerMoments, layer: LayerPass) -> Tensor:
-    """Return which tokens would be coded, (n,) bool: not sinks, not the most attended; adds their attention."""
+    """Return which tokens would be coded, (n,) bool; adds the attention of all to the sums.
+
+    Sinks and the most attended tokens are exact.
+    """
     n = layer.k.shape[1]
     at = torch.arange(QUERY_STEP - 1, n, QUERY_STEP, device=layer.k.device)
     by_unit = attention_per_query(layer.q[:, at], at, layer.k, layer.shape)[SINKS:]
