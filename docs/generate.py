@@ -28,6 +28,7 @@ from generated.results import RESULTS, ROOT
 from generated.retaining_page import retaining_figures, retaining_tables
 from generated.settings_page import settings_page
 from generated.speed_tables import result_table, savings
+from generated.storage_table import storage_facts, storage_tables
 from generated.tasks_page import tasks_page
 from generated.text_tables import chat_facts, codec_texts
 from generated.vllm_table import eviction_table
@@ -86,7 +87,15 @@ def pages() -> dict[Path, str]:
     speed = fill(SPEED.read_text(encoding="utf-8"), "results", result_table())
     texts[SPEED] = fill(speed, "gpu", gpu_section(read_gpu_rows(GPU_ROWS)))
     codecs = fill_figures(CODECS_PAGE.read_text(encoding="utf-8"), format_figures())
-    texts[CODECS_PAGE] = fill_all(codecs, {"codec-texts": codec_texts(), "codec-papers": format_tables()})
+    texts[CODECS_PAGE] = fill_all(
+        codecs,
+        {
+            "codec-texts": codec_texts(),
+            "codec-papers": format_tables(),
+            "storage-codec": storage_tables(),
+            "storage-facts": storage_facts(),
+        },
+    )
     texts[OFFLOAD] = fill(OFFLOAD.read_text(encoding="utf-8"), "sparse-values", sparse_values_table())
     texts[VLLM] = fill(VLLM.read_text(encoding="utf-8"), "eviction", eviction_table())
     texts[CHOOSE] = fill(CHOOSE.read_text(encoding="utf-8"), "chat-facts", chat_facts())

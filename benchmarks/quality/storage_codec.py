@@ -1,42 +1,62 @@
 """KL divergence of stored texts from the full cache on windows of several texts, and the bytes of their files.
 
 A model reads `--prompt` tokens of a window into a full cache, which is stored in each codec and restored, and then
-predicts the next `--scored` tokens of the text. The number is KL(full || restored), in nats a token, the mean over the
-windows of a text with its standard error. `transform:BITS` writes a document and counts the bytes of the whole file;
-`transform:BITS:plain` does without the header of the text, and `transform:BITS:unit` judges a token by the queries of
-its own 256 alone. Other names are formats of live pages, such as rotated4 and int4, read into the cache as they are,
-whose bytes are those that it holds. Shares are of 16-bit numbers.
+predicts the next `--scored` tokens of the text. The number is KL(full || restored), in nats a token.
+`transform:BITS` writes a document and counts the bytes of the whole file; `transform:BITS:plain` does without the
+header of the text, and `transform:BITS:unit` judges a token by the queries of its own 256 alone. Other names are
+formats of live pages, such as rotated4 and int4, read into the cache as they are, whose bytes are those that it holds.
+Shares are of 16-bit numbers.
+
+Each number is a line of `--rows`, which an interrupted run goes on with. Windows are spread over a text, the first n of
+them evenly for every n, and all texts have their first before one has its second.
 
     python benchmarks/quality/storage_codec.py MODEL transform:1.5 rotated4 int4 --calibration MODEL.safetensors \\
-        --text wiki=wikitext2_test.txt --text novel=emma.txt --windows 12 --out benchmarks/results/storage-codec
+        --text wiki=wikitext2_test.txt --text novel=emma.txt --windows 12 --rows benchmarks/results/storage-codec.jsonl
 """
 
 from __future__ import annotations
 
 import json
-import statistics
 import tempfile
+import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from codec_texts import divergence, parser_of_texts
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 import millpond as mp
-from millpond.codec.transform.transform_file import load_transform
-from millpond.hf.calibration.texts import tokens_of, windows_of
+from millpond.codec.transform.storage_codec import parse_storage_codec
+from millpond.codec.transform.transform_file import ModelTransform
+from millpond.hf.calibration.texts import tokens_of
 from millpond.hf.document import read_document, restore_document, save_document
-from millpond.hf.text_storage import TextStorage
+from millpond.hf.text_storage import TextStorage, transform_of
 from millpond.models.cache_argument import cache_argument
 from millpond_lab.bench.common.machine import describe_machine
-from millpond_lab.bench.common.report import markdown_table, write_report
 
 #: Of a text that are tokenized.
 MOST_CHARACTERS = 3_000_000
+CODED = "transform"
+#: What distinguishes a row; a run does not measure again what has one.
+KEY = ("model", "dtype", "calibration", "prompt", "scored", "text", "begin", "codec")
+
+
+def begin_of(number: int, n_tokens: int, length: int) -> int:
+    """The first token of a window: the first ones of any number of windows are spread evenly (van der Corput).
+
+    Example:
+        >>> [begin_of(number, 180, 100) for number in range(4)]
+        [40, 20, 60, 10]
+    """
+    share, base = 0.0, 0.5
+    number += 1
+    while number:
+        share += base * (number & 1)
+        number, base = number >> 1, base / 2
+    return int(share * (n_tokens - length))
 
 
 @torch.no_grad()
@@ -46,94 +66,93 @@ def predictions(model: Any, cache: Any, ids: Tensor) -> Tensor:
     return logits.log_softmax(-1)
 
 
-def stored(model: Any, codec: str, calibration: Any, prompt: Tensor, rest: Tensor, file: Path) -> tuple[Tensor, int]:
-    """Log probabilities behind a text that was stored and restored, and the bytes of its file."""
-    name, bits, *how = codec.split(":")
+def measured(
+    model: Any, codecs: Sequence[str], transform: ModelTransform | None, prompt: Tensor, rest: Tensor, file: Path
+) -> dict[str, dict[str, float]]:
+    """What each codec loses on a window and the bytes that it takes."""
+    found: dict[str, dict[str, float]] = {}
+    stored = [codec for codec in codecs if codec.startswith(CODED)]
     with mp.compress(model, "full") as cache:
-        storage = TextStorage(cache, f"{name}:{bits}", calibration, adapt="plain" not in how, by_unit="unit" in how)
+        storage = TextStorage(cache, "transform:1.5", transform) if stored else None
         read_document(model, cache, prompt)
-        n_bytes = save_document(cache, prompt, file, storage=storage)
-    restored, _ = restore_document(model, file, calibration=calibration)
-    with restored:
-        return predictions(model, restored, rest), n_bytes
-
-
-def live(model: Any, codec: str, prompt: Tensor, rest: Tensor) -> tuple[Tensor, int]:
-    """Log probabilities behind a text in a format of live pages, and the bytes that are held."""
-    with mp.compress(model, "full", codec=codec) as cache:
-        read_document(model, cache, prompt)
-        for layer_cache in cache.layer_caches:
-            layer_cache.run_plans()
-        n_bytes = cache.stats().kv_bytes
-        return predictions(model, cache, rest), n_bytes
+        n_full = cache.stats().full_kv_bytes * 2 // model.dtype.itemsize
+        for codec in stored:
+            assert storage is not None
+            name, bits, *how = codec.split(":")
+            storage.codec = parse_storage_codec(f"{name}:{bits}")
+            storage.adapt, storage.by_unit = "plain" not in how, "unit" in how
+            begun = time.process_time()
+            n_bytes = save_document(cache, prompt, file.with_name(codec), storage=storage)
+            found[codec] = {"bytes": n_bytes / n_full, "encode_s": time.process_time() - begun}
+        full = predictions(model, cache, rest)
+    for codec in codecs:
+        if codec in stored:
+            begun = time.process_time()
+            restored, _ = restore_document(model, file.with_name(codec), calibration=transform)
+            found[codec]["restore_s"] = time.process_time() - begun
+            with restored:
+                other = predictions(model, restored, rest)
+        else:
+            with mp.compress(model, "full", codec=codec) as cache:
+                read_document(model, cache, prompt)
+                for layer_cache in cache.layer_caches:
+                    layer_cache.run_plans()
+                found[codec] = {"bytes": cache.stats().kv_bytes / n_full}
+                other = predictions(model, cache, rest)
+        found[codec]["kl"] = divergence(full, other)
+    return found
 
 
 def main() -> None:
     parser = parser_of_texts(__doc__, windows=12)
     parser.add_argument("codecs", nargs="+")
-    parser.add_argument("--calibration", help="transform file")
-    parser.add_argument("--out", type=Path, help="name of the JSON and Markdown files, without their endings")
+    parser.add_argument("--calibration", help="transform file; the one of millpond-models by default")
+    parser.add_argument("--name", help="of the model in the rows; its own by default")
+    parser.add_argument("--dtype", default="auto", help="of the model; bf16 rounds differently behind any change")
+    parser.add_argument("--rows", type=Path, required=True, help="file of rows, which new ones are added to")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model, tokenizer = mp.load_model(args.model), mp.load_tokenizer(args.model)
-    calibration = None if args.calibration is None else load_transform(args.calibration)
-    found: dict[str, dict[str, list[float]]] = {codec: {} for codec in args.codecs}
-    shares: dict[str, list[float]] = {codec: [] for codec in args.codecs}
-    with tempfile.TemporaryDirectory() as folder:
-        for given in args.text:
-            name, _, path = given.partition("=")
-            text = Path(path).read_text(encoding="utf-8", errors="replace")[:MOST_CHARACTERS]
-            ids = tokens_of(tokenizer, text)
-            for window in track(windows_of(ids, args.windows, args.prompt + args.scored), description=name):
-                if len(window) < args.prompt + args.scored:
-                    raise SystemExit(
-                        f"text {name} has {len(window):,} tokens: give a longer one, or a shorter --prompt"
-                    )
-                prompt, rest = window[None, : args.prompt], window[None, args.prompt :]
-                with mp.compress(model, "full") as cache:
-                    read_document(model, cache, prompt)
-                    n_full = cache.stats().full_kv_bytes * 2 // model.dtype.itemsize
-                    full = predictions(model, cache, rest)
-                for codec in args.codecs:
-                    if codec.startswith("transform"):
-                        other, n_bytes = stored(model, codec, calibration, prompt, rest, Path(folder) / "text")
-                    else:
-                        other, n_bytes = live(model, codec, prompt, rest)
-                    shares[codec].append(n_bytes / n_full)
-                    found[codec].setdefault(name, []).append(divergence(full, other))
-            print(json.dumps({codec: statistics.mean(texts[name]) for codec, texts in found.items()}), flush=True)
-    names = [given.partition("=")[0] for given in args.text]
-    rows = [
-        [codec, f"{statistics.mean(shares[codec]):.1%}", *(_with_error(texts[name]) for name in names)]
-        for codec, texts in found.items()
-    ]
-    table = markdown_table(["codec", "bytes", *names], rows)
-    Console().print(table)
-    if args.out is not None:
-        about = {
-            "model": args.model,
-            "prompt": args.prompt,
-            "scored": args.scored,
-            "windows": args.windows,
-            "calibration": None if calibration is None else asdict(calibration.calibrated),
-            "machine": asdict(describe_machine()),
-            "bytes_share": shares,
-            "kl": found,
-        }
-        title = (
-            f"# Stored texts, {args.model}\n\n{args.windows} windows of {args.prompt:,} tokens and {args.scored} more. "
-        )
-        write_report(
-            args.out.parent,
-            args.out.name,
-            about,
-            f"{title}KL against the full cache in nats a token, ± standard error.\n\n{table}\n",
-        )
+    model, tokenizer = mp.load_model(args.model, args.dtype), mp.load_tokenizer(args.model)
+    coded = any(codec.startswith(CODED) for codec in args.codecs)
+    transform = transform_of(model, args.calibration) if coded else None
+    file = "shipped" if args.calibration is None else Path(args.calibration).stem
+    calibrated = "" if transform is None else f"{file} {transform.digest()[:12]}"
+    texts = {name: Path(path) for name, _, path in (given.partition("=") for given in args.text)}
+    ids = {
+        name: tokens_of(tokenizer, path.read_text(encoding="utf-8", errors="replace")[:MOST_CHARACTERS])
+        for name, path in texts.items()
+    }
+    rows = [json.loads(line) for line in args.rows.read_text().splitlines()] if args.rows.exists() else []
+    known = {tuple(row[name] for name in KEY) for row in rows}
+    length = args.prompt + args.scored
+    about = {"isa": (machine := asdict(describe_machine()))["isa"], "cpu": machine["cpu"], "threads": args.threads}
+    for number in range(args.windows):
+        for name, tokens in ids.items():
+            if len(tokens) < length:
+                raise SystemExit(f"text {name} has {len(tokens):,} tokens: give a longer one, or a shorter --prompt")
+            begin = begin_of(number, len(tokens), length)
+            facts = {
+                "model": args.name or args.model,
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "prompt": args.prompt,
+                "scored": args.scored,
+                "text": name,
+            }
+            facts |= {"begin": begin}
 
+            def row_of(codec: str, facts: dict[str, Any] = facts) -> dict[str, Any]:
+                return {**facts, "codec": codec, "calibration": calibrated if codec.startswith(CODED) else ""}
 
-def _with_error(kl: list[float]) -> str:
-    error = statistics.stdev(kl) / len(kl) ** 0.5 if len(kl) > 1 else 0.0
-    return f"{statistics.mean(kl):.4f} ± {error:.4f}"
+            left = [codec for codec in args.codecs if tuple(row_of(codec)[key] for key in KEY) not in known]
+            if not left:
+                continue
+            window = tokens[begin : begin + length][None]
+            with tempfile.TemporaryDirectory() as folder, args.rows.open("a", encoding="utf-8") as file:
+                prompt, rest = window[:, : args.prompt], window[:, args.prompt :]
+                for codec, numbers in measured(model, left, transform, prompt, rest, Path(folder) / "text").items():
+                    row = {**row_of(codec), **{key: round(value, 6) for key, value in numbers.items()}, **about}
+                    file.write(json.dumps(row) + "\n")
+                    print(name, number, codec, f"KL {row['kl']:.4f}, {row['bytes']:.1%}", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,10 @@ from torch import Tensor
 
 import millpond as mp
 from millpond.codec.transform.crc32c import crc32c
+from millpond.codec.transform.fit import SideTransform, fit_side
+from millpond.codec.transform.transform_file import ModelTransform
 from millpond.errors import CacheMismatchError, DataError, OptionError
+from millpond.hf.calibration import transform as calibration
 from millpond.hf.calibration.transform import calibrate_transform
 from millpond.hf.document import checksum, read_document, restore_document, save_document
 from millpond.hf.text_storage import TextStorage
@@ -22,6 +25,8 @@ from tests.helpers.hf.transform import KINDS, ids, tiny, transform_of_tiny
 
 #: KL of the rounding of exact tokens to bfloat16 in a model whose attention adds little (Gemma).
 ROUNDING = 1e-5
+#: KL at 1.5 bits a number, with the text's own header and with the calibration's numbers.
+BOUND, PLAIN_BOUND = 0.002, 0.0015
 TEXT, QUESTION = ids(400, 7)[None], ids(24, 8)[None]
 
 
@@ -36,20 +41,26 @@ def kl(full: Tensor, other: Tensor) -> float:
 
 
 def store(
-    kind: str, path: Path, bits: float = 1.5, text: Tensor = TEXT, chunk: int | None = None, **how: Any
+    kind: str,
+    path: Path,
+    bits: float = 1.5,
+    text: Tensor = TEXT,
+    chunk: int | None = None,
+    fitted: ModelTransform | None = None,
+    **how: Any,
 ) -> tuple[Tensor, list[Any]]:
     """The full cache's predictions and entries."""
     model = tiny(kind)
     with torch.no_grad(), mp.compress(model, "full") as cache:
-        storage = TextStorage(cache, f"transform:{bits}", transform_of_tiny(kind), **how)
+        storage = TextStorage(cache, f"transform:{bits}", fitted or transform_of_tiny(kind), **how)
         read_document(model, cache, text, chunk)
         save_document(cache, text, path, storage=storage)
         entries = [layer_cache.read(0) for layer_cache in cache.layer_caches]
         return predictions(model, cache), entries
 
 
-def restored(kind: str, path: Path) -> tuple[Tensor, list[Any]]:
-    cache, found = restore_document(tiny(kind), path, calibration=transform_of_tiny(kind))
+def restored(kind: str, path: Path, fitted: ModelTransform | None = None) -> tuple[Tensor, list[Any]]:
+    cache, found = restore_document(tiny(kind), path, calibration=fitted or transform_of_tiny(kind))
     with cache:
         assert cache.get_seq_length() == found.shape[1]
         entries = [layer_cache.read(0) for layer_cache in cache.layer_caches]
@@ -65,7 +76,23 @@ def test_predictions_stay_close_and_closer_with_more_bits(kind: str, tmp_path: P
         full, _ = store(kind, tmp_path / "text", bits)
         found.append(kl(full, restored(kind, tmp_path / "text")[0]))
     assert found[2] < 0.3 * found[1] < 0.3 * found[0] or found[0] < ROUNDING
-    assert found[1] < 0.02
+    assert found[1] < BOUND
+
+
+def test_a_bias_left_in_the_covariance_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Key biases are 20 deviations and more: bits that tell the mean of all tokens are lost."""
+
+    def with_bias(metric: Tensor, mean: Tensor, covariance: Tensor, samples: Tensor, eps: float) -> SideTransform:
+        return fit_side(metric, torch.zeros_like(mean), covariance + torch.outer(mean, mean), samples, eps)
+
+    right = transform_of_tiny("biases")
+    monkeypatch.setattr(calibration, "fit_side", with_bias)
+    planted = calibrate_transform(tiny("biases"), [ids(512, seed) for seed in range(1, 5)], length=512)
+    found = []
+    for fitted in (right, planted):
+        full, _ = store("biases", tmp_path / "text", fitted=fitted, adapt=False)
+        found.append(kl(full, restored("biases", tmp_path / "text", fitted)[0]))
+    assert found[0] < PLAIN_BOUND < found[1]
 
 
 @pytest.mark.parametrize("kind", ["gqa", "biases", "sliding"])

@@ -77,7 +77,8 @@ def remember(
         storage = None
         if storage_codec is not None:
             storage = TextStorage(kv_cache, storage_codec, calibration)
-            made["calibration"] = os.path.abspath(calibration)
+            if calibration is not None:
+                made["calibration"] = os.path.abspath(calibration)
         with working(f"reading {ids.shape[1]:,} tokens"):
             read_document(loaded, kv_cache, ids, chunk)
             n_bytes = save_document(kv_cache, ids, out, note=json.dumps(made), storage=storage)

@@ -185,11 +185,12 @@ def restore_document(
         path: Path of the file.
         memory_limit: See `compress`.
         tokenizer: See `compress`.
-        calibration: For a text that was stored with a storage codec, the model's transform or its file.
+        calibration: For a text that was stored with a storage codec, the model's transform or its file; None for the
+            file that comes with millpond-models.
 
     Raises:
         CacheMismatchError: another model read it, or another transform file stored it.
-        OptionError: it was stored with a storage codec, and no calibration is given.
+        OptionError: it was stored with a storage codec, and there is no transform file of this model.
         DataError: no such file, or it is broken.
         PoolFullError: there is no room.
     """

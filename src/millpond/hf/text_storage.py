@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,14 +27,15 @@ from millpond.codec.transform.exact_tokens import (
 from millpond.codec.transform.page import TOKENS, PageAddress
 from millpond.codec.transform.prompt_header import LayerHeader, adapted_headers
 from millpond.codec.transform.storage_codec import parse_storage_codec
-from millpond.codec.transform.transform_file import ModelTransform, load_transform
+from millpond.codec.transform.transform_file import ModelTransform, fitted_model_of, load_transform
 from millpond.errors import CacheMismatchError, OptionError
 from millpond.hf.cache import MillpondCache
-from millpond.hf.calibration.load import rotations_before_rope
+from millpond.hf.calibration.load import model_mark, rotations_before_rope
 from millpond.hf.calibration.transform import fitted_model
 from millpond.hf.model_profile import ModelProfile, entry_dims, named
 from millpond.hf.model_support import supported, unwrapped
 from millpond.kernels.args import AttentionShape
+from millpond.models.installed import transform_files
 
 #: A transform, or its file.
 TransformSource = ModelTransform | str | os.PathLike[str] | None
@@ -48,21 +50,17 @@ def transform_of(model: PreTrainedModel, source: TransformSource) -> ModelTransf
 
     Args:
         model: The model.
-        source: A transform or its file.
+        source: A transform or its file; None for the file of this model that comes with millpond-models.
 
     Raises:
         OptionError: there is none.
         DataError: the file cannot be read, or is damaged.
         CacheMismatchError: it was made for another model.
     """
-    if source is None:
-        raise OptionError(
-            "the storage codec 'transform' needs a transform file of this model: make one with 'millpond calibrate "
-            "--codec transform --out NAME.safetensors' (about two minutes of one core for 135 million parameters), and "
-            "give it as calibration"
-        )
-    transform = source if isinstance(source, ModelTransform) else load_transform(source)
     model = unwrapped(model)
+    if source is None:
+        source = _shipped_file(model)
+    transform = source if isinstance(source, ModelTransform) else load_transform(source)
     profile = supported(model)
     here = fitted_model(model, profile, transform.model.shapes)
     if here.weights != transform.model.weights:
@@ -71,6 +69,23 @@ def transform_of(model: PreTrainedModel, source: TransformSource) -> ModelTransf
     if len(transform.layers) != profile.n_layers:
         raise CacheMismatchError(f"the transform file has {len(transform.layers)} layers, the model {profile.n_layers}")
     return transform
+
+
+def _shipped_file(model: PreTrainedModel) -> Path:
+    """Return the file of a model that comes with millpond-models.
+
+    Raises:
+        OptionError: there is none.
+    """
+    mark = model_mark(model)
+    for file in transform_files():
+        if fitted_model_of(file).weights == mark:
+            return file
+    raise OptionError(
+        "the storage codec 'transform' needs a transform file of this model, and none comes with millpond-models: make "
+        "one with 'millpond calibrate --codec transform --out NAME.safetensors' (about two minutes of one core for 135 "
+        "million parameters), and give it as calibration"
+    )
 
 
 def _shapes(profile: ModelProfile) -> tuple[tuple[int, int, int], ...] | None:

@@ -1,4 +1,4 @@
-"""Lookup of models, and of heads trained for them: inside the package, and in the separate package millpond-models."""
+"""Lookup of models, of heads trained for them and of their transform files: here, and in millpond-models."""
 
 from __future__ import annotations
 
@@ -51,6 +51,11 @@ def heads_files() -> list[Path]:
     """
     folders = [_HEADS, *(place / "heads" for place in _separate())]
     return sorted(file for folder in folders for file in folder.glob("*.safetensors"))
+
+
+def transform_files() -> list[Path]:
+    """Return the transform files that come with millpond-models, each for one model."""
+    return sorted(file for place in _separate() for file in (place / "transforms").glob("*.safetensors.xz"))
 
 
 def _folders() -> list[Path]:

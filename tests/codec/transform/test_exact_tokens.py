@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from millpond.codec.transform import exact_tokens
 from millpond.codec.transform.exact_tokens import (
     LEAST_QUERIES,
     above,
@@ -53,6 +54,15 @@ def test_attention_per_query(unit: int, shape: AttentionShape) -> None:
     at = torch.arange(15, 96, 16)
     found = attention_per_query(q[:, at], at, k, shape, unit)
     torch.testing.assert_close(found, torch.tensor(by_hand(q, k, unit, shape)), rtol=1e-4, atol=1e-6)
+
+
+def test_many_queries_are_asked_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 too, where a part of the queries is a view."""
+    q, k = heads()
+    at = torch.arange(15, 96, 16)
+    whole = attention_per_query(q[:, at], at, k, SHAPE, 96)
+    monkeypatch.setattr(exact_tokens, "UNIT", 2)
+    torch.testing.assert_close(attention_per_query(q[:, at], at, k, SHAPE, 96), whole)
 
 
 def test_a_unit_does_not_change_when_text_follows() -> None:

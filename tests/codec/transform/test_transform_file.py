@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,8 +14,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from millpond.codec.transform import transform_file
 from millpond.codec.transform.fit import fit_side
-from millpond.codec.transform.transform_file import Calibrated, FittedModel, ModelTransform, load_transform
+from millpond.codec.transform.transform_file import (
+    Calibrated,
+    FittedModel,
+    ModelTransform,
+    fitted_model_of,
+    load_transform,
+)
 from millpond.errors import CacheMismatchError, DataError
 
 MODEL = FittedModel("Llama", ((2, 4, 4), (2, 4, 6)), '{"rope_theta": 10000.0}', "abc")
@@ -40,6 +48,24 @@ def test_a_file_is_read_as_it_was_written(transform: ModelTransform, tmp_path: P
         for a, b in zip(one, other, strict=True):
             assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in ("mean", "rows", "columns"))
             assert torch.equal(torch.cat(a.levels), torch.cat(b.levels))
+
+
+def test_a_packed_file_is_read_and_its_size_is_bounded(
+    transform: ModelTransform, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transform.save(tmp_path / "t")
+    packed = tmp_path / "t.safetensors.xz"
+    packed.write_bytes(lzma.compress((tmp_path / "t").read_bytes()))
+    assert load_transform(packed).digest() == transform.digest()
+    assert fitted_model_of(packed) == fitted_model_of(tmp_path / "t") == MODEL
+    monkeypatch.setattr(transform_file, "MOST_UNPACKED", 1000)
+    with pytest.raises(DataError, match="at most 1,000 bytes"):
+        load_transform(packed)
+    for content in (b"no file", packed.read_bytes()[:200], b""):
+        packed.write_bytes(content)
+        for read in (load_transform, fitted_model_of):
+            with pytest.raises(DataError, match=r"t\.safetensors\.xz.*cannot be read"):
+                read(packed)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def attention_rows(q: Tensor, at: Tensor, k: Tensor, shape: AttentionShape) -> T
         (Hq, m, n) float32; 0 where a query does not see an entry.
     """
     n = k.shape[1]
-    logits = q.float().view(len(k), -1, q.shape[2]) @ k.float().transpose(1, 2) * shape.scale
+    logits = q.float().reshape(len(k), -1, q.shape[2]) @ k.float().transpose(1, 2) * shape.scale
     logits = logits.view(len(q), -1, n)
     if shape.softcap:
         logits = shape.softcap * torch.tanh(logits / shape.softcap)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import lzma
 import os
 import struct
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +30,8 @@ FORMAT = "millpond transform 1"
 MOST_LAYERS, MOST_DIMS = 1024, 16384
 #: Most bytes of the names, shapes and facts at the beginning of a file.
 MOST_HEADER = 8 << 20
+#: End of the name of a file that xz has packed, and the most bytes that it may hold.
+PACKED, MOST_UNPACKED = ".xz", 64 << 20
 _SIDES = ("key", "value")
 #: Facts that are compared, in this order, and how a message calls them.
 _COMPARED = {"name": "class", "shapes": "shape of layers", "rope": "rotary embedding", "weights": "set of weights"}
@@ -145,8 +150,27 @@ class ModelTransform:
         return tensors
 
 
+def fitted_model_of(path: str | os.PathLike[str]) -> FittedModel:
+    """Return the model that a transform file was made for, from its header alone.
+
+    Raises:
+        DataError: no such file, of another format, or damaged.
+    """
+    name = os.fspath(path)
+    try:
+        with _stream(name) as begin:
+            length = struct.unpack("<Q", begin.read(8).ljust(8, b"\xff"))[0]
+            header = begin.read(length) if length <= MOST_HEADER else b""
+        about = json.loads(header)["__metadata__"]
+        if about["format"] == FORMAT:
+            return _model_of(about)
+    except (OSError, EOFError, lzma.LZMAError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"transform file {name!r} cannot be read: {error!r}") from error
+    raise _other_format(name, about["format"])
+
+
 def load_transform(path: str | os.PathLike[str]) -> ModelTransform:
-    """Read a transform file.
+    """Read a transform file, or one that xz has packed (.xz).
 
     Names, types and shapes are checked before a tensor is read.
 
@@ -157,31 +181,15 @@ def load_transform(path: str | os.PathLike[str]) -> ModelTransform:
 
     def need(right: bool, rule: str) -> None:
         if not right:
-            raise DataError(f"transform file {name!r} is damaged ({rule}); make it again with 'millpond calibrate'")
+            raise _damaged(name, rule)
 
-    try:
-        with open(name, "rb") as begin:
-            length = struct.unpack("<Q", begin.read(8).ljust(8, b"\xff"))[0]
-        need(length <= MOST_HEADER, "its header is too long")
-        with safe_open(name, "pt") as file:
-            about = file.metadata() or {}
-            if about.get("format") != FORMAT:
-                raise DataError(
-                    f"{name!r} is no transform file of this Millpond: its format is {about.get('format')!r}; make one "
-                    "with 'millpond calibrate --codec transform'"
-                )
-            model, calibrated = _model_of(about), _calibrated_of(about)
-            need(0 < len(model.shapes) <= MOST_LAYERS, f"1 to {MOST_LAYERS} layers")
-            given = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (no dictionary)
-            shapes = {key: (tuple(part.get_shape()), part.get_dtype()) for key, part in given.items()}
-            _check_shapes(shapes, model.shapes, need)
-            tensors = {key: file.get_tensor(key) for key in given}
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"transform file {name!r} cannot be read: {error}") from error
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"transform file {name!r} is damaged ({error!r}); make it again") from None
+    with _opened(name) as (file, about):
+        model, calibrated = _model_of(about), _calibrated_of(about)
+        need(0 < len(model.shapes) <= MOST_LAYERS, f"1 to {MOST_LAYERS} layers")
+        given = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (no dictionary)
+        shapes = {key: (tuple(part.get_shape()), part.get_dtype()) for key, part in given.items()}
+        _check_shapes(shapes, model.shapes, need)
+        tensors = {key: file.get_tensor(key) for key in given}
     need(all(bool(tensor.isfinite().all()) for tensor in tensors.values()), "its numbers are finite")
     layers = tuple(
         (_side(tensors, f"{index}.key."), _side(tensors, f"{index}.value.")) for index in range(len(model.shapes))
@@ -193,6 +201,69 @@ def load_transform(path: str | os.PathLike[str]) -> ModelTransform:
     found = ModelTransform(model, calibrated, layers, tensors["thresholds"])
     need(about.get("digest") == found.digest(), "its digest differs")
     return found
+
+
+@contextmanager
+def _opened(name: str) -> Iterator[tuple[Any, Mapping[str, str]]]:
+    """Open a transform file; gives it and its facts.
+
+    What is not as written while it is open becomes an error that names the file.
+
+    Raises:
+        DataError: no such file, of another format, or damaged.
+    """
+    try:
+        with _stream(name) as begin:
+            length = struct.unpack("<Q", begin.read(8).ljust(8, b"\xff"))[0]
+        if length > MOST_HEADER:
+            raise _damaged(name, "its header is too long")
+        with _plain(name) as path, safe_open(path, "pt") as file:
+            about = file.metadata() or {}
+            if about.get("format") != FORMAT:
+                raise _other_format(name, about.get("format"))
+            yield file, about
+    except (OSError, EOFError, lzma.LZMAError, SafetensorError) as error:
+        raise DataError(f"transform file {name!r} cannot be read: {error}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"transform file {name!r} is damaged ({error!r}); make it again") from None
+
+
+def _stream(name: str) -> IO[bytes]:
+    return lzma.open(name) if name.endswith(PACKED) else open(name, "rb")
+
+
+@contextmanager
+def _plain(name: str) -> Iterator[str]:
+    """Give the path of a file, or of a copy of it that is not packed.
+
+    Raises:
+        DataError: it is larger than a packed one may be; no more than that is unpacked.
+        OSError, EOFError, lzma.LZMAError: it cannot be unpacked.
+    """
+    if not name.endswith(PACKED):
+        yield name
+        return
+    with lzma.open(name) as packed:
+        content = packed.read(MOST_UNPACKED + 1)
+    if len(content) > MOST_UNPACKED:
+        raise _damaged(name, f"it holds at most {MOST_UNPACKED:,} bytes, unpacked")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "transform.safetensors"
+        path.write_bytes(content)
+        yield os.fspath(path)
+
+
+def _other_format(name: str, found: object) -> DataError:
+    return DataError(
+        f"{name!r} is no transform file of this Millpond: its format is {found!r}; make one with 'millpond calibrate "
+        "--codec transform'"
+    )
+
+
+def _damaged(name: str, rule: str) -> DataError:
+    return DataError(f"transform file {name!r} is damaged ({rule}); make it again with 'millpond calibrate'")
 
 
 def _check_shapes(

@@ -103,14 +103,31 @@ def add_pass(moments: LayerMoments, layer: LayerPass, generator: torch.Generator
         generator: Generator of the entries that are drawn, on the CPU.
         samples: Tokens whose numbers are held.
     """
-    _add_metric(moments, layer, generator)
-    _add_tokens(moments, layer, samples)
+    coded = _coded(moments, layer)
+    _add_metric(moments, layer, coded, generator)
+    _add_tokens(moments, layer, coded, samples)
 
 
-def _add_metric(moments: LayerMoments, layer: LayerPass, generator: torch.Generator) -> None:
-    """Add the sums over queries i and entries t of the metrics of keys and values.
+def _coded(moments: LayerMoments, layer: LayerPass) -> Tensor:
+    """Return which tokens would be coded, (n,) bool; adds the attention of all to the sums.
 
-    Values: sum_t a_h,it a_g,it. Keys: sum_t a_it^2 |W_h (v_t - o_i)|^2 q~ q~', q~ the query in the frame of t.
+    Sinks and the most attended tokens are exact.
+    """
+    n = layer.k.shape[1]
+    at = torch.arange(QUERY_STEP - 1, n, QUERY_STEP, device=layer.k.device)
+    by_unit = attention_per_query(layer.q[:, at], at, layer.k, layer.shape)[SINKS:]
+    whole = attention_per_query(layer.q[:, at], at, layer.k, layer.shape, n)[SINKS:]
+    moments.attention = torch.cat([moments.attention, by_unit.cpu()])
+    coded = torch.zeros(n, dtype=torch.bool, device=layer.k.device)
+    coded[SINKS:] = ~(most_attended(by_unit) | most_attended(whole))
+    return coded
+
+
+def _add_metric(moments: LayerMoments, layer: LayerPass, coded: Tensor, generator: torch.Generator) -> None:
+    """Add the sums over queries i and coded entries t of the metrics of keys and values.
+
+    Values: sum_t a_h,it a_g,it. Keys: sum_t a_it^2 |W_h (v_t - o_i)|^2 q~ q~', q~ the query in the frame of t. Exact
+    tokens get much of the attention: with them the metric would weigh errors that no token has.
     """
     n, n_kv_heads = layer.k.shape[1], len(layer.k)
     at = torch.arange(STEP - 1, n, STEP, device=layer.k.device)
@@ -123,7 +140,7 @@ def _add_metric(moments: LayerMoments, layer: LayerPass, generator: torch.Genera
     values = v.repeat_interleave(group, 0)
     outputs = attention @ values
     behind = at[:, None] - torch.arange(n, device=at.device)
-    far = (behind >= NEAREST) & (torch.arange(n, device=at.device) >= SINKS)
+    far = (behind >= NEAREST) & coded
     weights = attention * far
     flat = weights.flatten(1).double()
     moments.queries += len(at)
@@ -161,26 +178,20 @@ def _into_frame(q: Tensor, positions: Tensor, rotary: RotaryEmbedding | None) ->
     return back * lengths.square().sum(-1)  # scaled rotations (YaRN) lengthen: their transpose is not their inverse
 
 
-def _add_tokens(moments: LayerMoments, layer: LayerPass, samples: int) -> None:
-    """Add the tokens of a window that would be coded: not sinks, not the most attended."""
-    n = layer.k.shape[1]
-    positions = torch.arange(n, device=layer.k.device)
+def _add_tokens(moments: LayerMoments, layer: LayerPass, coded: Tensor, samples: int) -> None:
+    """Add the keys before RoPE and the values of the coded tokens."""
+    positions = torch.arange(layer.k.shape[1], device=layer.k.device)
     keys = layer.k.float()
     if layer.rotary is not None:
         keys = layer.rotary.rotate(layer.k[None].float(), positions[None], inverse=True)[0]
-    numbers = torch.cat([t.float().transpose(0, 1).flatten(1) for t in (keys, layer.v)], 1)
-    at = torch.arange(QUERY_STEP - 1, n, QUERY_STEP, device=layer.k.device)
-    attention = attention_per_query(layer.q[:, at], at, layer.k, layer.shape)[SINKS:]
-    moments.attention = torch.cat([moments.attention, attention.cpu()])
-    whole = attention_per_query(layer.q[:, at], at, layer.k, layer.shape, n)[SINKS:]
-    coded = numbers[SINKS:][~(most_attended(attention) | most_attended(whole))].cpu()
+    numbers = torch.cat([t.float().transpose(0, 1).flatten(1) for t in (keys, layer.v)], 1)[coded].cpu()
     d_key = len(moments.key_products)
-    wide = coded.double()
-    moments.tokens += len(coded)
+    wide = numbers.double()
+    moments.tokens += len(numbers)
     moments.sums += wide.sum(0)
     moments.key_products += wide[:, :d_key].T @ wide[:, :d_key]
     moments.value_products += wide[:, d_key:].T @ wide[:, d_key:]
-    moments.samples = torch.cat([moments.samples, coded[:: -(-len(coded) // max(samples, 1))]])
+    moments.samples = torch.cat([moments.samples, numbers[:: -(-len(numbers) // max(samples, 1))]])
 
 
 def metric_of_values(moments: LayerMoments, maps: Tensor, n_kv_heads: int) -> Tensor:

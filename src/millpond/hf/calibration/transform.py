@@ -202,7 +202,7 @@ class _Reading:
         self._model, self._profile, self._resume = model, profile, resume
         self._rotations = rotations_before_rope(profile)
         self._tokens, self._samples = sum(len(window) for window in windows), -(-MOST_SAMPLES // len(windows))
-        self._facts = {"format": "millpond transform sums 1", "model": model_mark(model), "texts": _digest(windows)}
+        self._facts = {"format": "millpond transform sums 2", "model": model_mark(model), "texts": _digest(windows)}
         self._saved = time.monotonic()
         self._nth = {number: nth for nth, number in enumerate(profile.attending)}
         self._found: dict[int, LayerMoments] = {}
