@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millpond.cache.coded.entries import decoded, moments, projected
+from millpond.cache.coded.entries import before_rope, decoded, moments, projected
 from millpond.cache.coded.text import CodedLayer, CodedText, LayerEntries, Segment, positions_in_pages, unit_of
 from millpond.cache.types import RotaryEmbedding
-from millpond.codec.transform.coding import encode
+from millpond.codec.transform.coding import encode, encode_tokens
 from millpond.codec.transform.exact_tokens import NEWEST, SINKS
 from millpond.codec.transform.page import TOKENS, PageAddress, page_bytes
 from millpond.codec.transform.prompt_header import LayerHeader, SideHeader, adapted_headers, plain_headers
@@ -84,24 +84,27 @@ class TextCoder:
             n = self._room(segments, goal - done)
             if n:
                 segments[-1] = replace(segments[-1], end=done + n)
-                z = [self._projected(nth, layer, done, done + n) for nth, layer in enumerate(layers)]
+                new = [self._pages(nth, layer, segments[-1], done) for nth, layer in enumerate(layers)]
             else:
                 n = goal - done
-                z = [self._projected(nth, layer, done, goal) for nth, layer in enumerate(layers)]
+                z = [
+                    projected(self.transform.layers[nth], *self._held(layer, done, goal), self._rotations[nth])
+                    for nth, layer in enumerate(layers)
+                ]
                 headers, fitted = self._headers(z, known, goal, n)
                 segments.append(Segment(done, goal, goal, unit_of(ids[: goal * TOKENS]), fitted, headers))
+                new = [self._encoded(nth, segments[-1], numbers) for nth, numbers in enumerate(z)]
                 for own in pages:
                     own.append(torch.zeros((0, 0), dtype=torch.uint8))
-            for nth, own in enumerate(pages):
-                if layers[nth].first > done * TOKENS:  # all pages so far have left its window
+            for layer, own, made in zip(layers, pages, new, strict=True):
+                if layer.first > done * TOKENS:  # all pages so far have left its window
                     own[:] = [part[:0] for part in own]
-                new = self._pages(nth, segments[-1], z[nth], done + n)
-                own[-1] = torch.cat([own[-1], new]) if len(own[-1]) else new
+                own[-1] = torch.cat([own[-1], made]) if len(own[-1]) else made
             done += n
-        made = tuple(segments)
-        coded = tuple(self._layer(*one, made) for one in zip(layers, pages, known, strict=True))
+        written = tuple(segments)
+        coded = tuple(self._layer(*one, written) for one in zip(layers, pages, known, strict=True))
         self.seconds["encode"] += time.perf_counter() - began
-        return CodedText(end, made, coded)
+        return CodedText(end, written, coded)
 
     @staticmethod
     def _room(segments: list[Segment], wanted: int) -> int:
@@ -113,12 +116,11 @@ class TextCoder:
             return 0
         return max(0, min(wanted, last.made + HEADER_TOKENS // TOKENS - last.end))
 
-    def _projected(self, nth: int, layer: LayerEntries, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Return z of the tokens of pages `begin` to `end`, of those that the layer holds whole."""
+    def _held(self, layer: LayerEntries, begin: int, end: int) -> tuple[Tensor, Tensor, int]:
+        """Return keys, values and first position of the tokens of pages `begin` to `end` that the layer holds whole."""
         first = max(begin, -(-layer.first // TOKENS)) * TOKENS
         held = slice(first - layer.first, max(first, end * TOKENS) - layer.first)
-        rotary = self._rotations[nth]
-        return projected(self.transform.layers[nth], layer.keys[:, held], layer.values[:, held], first, rotary)
+        return layer.keys[:, held], layer.values[:, held], first
 
     def _headers(
         self, z: Sequence[tuple[Tensor, Tensor]], exact: Sequence[Tensor], end: int, n: int
@@ -138,12 +140,23 @@ class TextCoder:
             sums += [moments(side, chosen) for side in sides]
         return tuple(adapted_headers(self.transform.layers, sums, self.bits)), True
 
-    def _pages(self, nth: int, segment: Segment, z: tuple[Tensor, Tensor], end: int) -> Tensor:
-        """Return the pages of z, whose last one is that before `end`."""
+    def _pages(self, nth: int, layer: LayerEntries, segment: Segment, begin: int) -> Tensor:
+        """Return the pages `begin` to the end of a segment, whose header is known, of those that the layer holds."""
+        keys, values, first = self._held(layer, begin, segment.end)
+        if not keys.shape[1]:
+            return torch.zeros((0, page_bytes(segment.headers[nth].bits)), dtype=torch.uint8)
+        of_keys, of_values = before_rope(keys, values, first, self._rotations[nth])
+        address = PageAddress(segment.unit, nth, first // TOKENS)
+        return encode_tokens(
+            self.transform.layers[nth], segment.headers[nth], (of_keys.cpu(), of_values.cpu()), address
+        )
+
+    def _encoded(self, nth: int, segment: Segment, z: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the pages of z, whose last one is the last of a segment."""
         header, n = segment.headers[nth], len(z[0]) // TOKENS
         if not n:
             return torch.zeros((0, page_bytes(header.bits)), dtype=torch.uint8)
-        return encode(self.transform.layers[nth], header, z, PageAddress(segment.unit, nth, end - n))
+        return encode(self.transform.layers[nth], header, z, PageAddress(segment.unit, nth, segment.end - n))
 
     @staticmethod
     def _layer(layer: LayerEntries, pages: list[Tensor], exact: Tensor, segments: tuple[Segment, ...]) -> CodedLayer:

@@ -26,11 +26,24 @@ def projected(
         rotary: Rotation of the keys; None if they have none.
     """
     key, value = (side.to(keys.device) for side in sides)
+    of_keys, of_values = before_rope(keys, values, first, rotary)
+    return project(key, of_keys).cpu(), project(value, of_values).cpu()
+
+
+def before_rope(keys: Tensor, values: Tensor, first: int, rotary: RotaryEmbedding | None) -> tuple[Tensor, Tensor]:
+    """Return keys without their rotation and values, all KV heads of a token side by side: (n, H D), (n, H V) float32.
+
+    Args:
+        keys: (H, n, D) after RoPE.
+        values: (H, n, V).
+        first: Position of the first token.
+        rotary: Rotation of the keys; None if they have none.
+    """
     keys = keys.float()
     if rotary is not None and keys.shape[1]:
         positions = torch.arange(first, first + keys.shape[1], device=keys.device)
         keys = rotary.rotate(keys[None], positions[None], inverse=True)[0]
-    return project(key, joined(keys)).cpu(), project(value, joined(values.float())).cpu()
+    return joined(keys), joined(values.float())
 
 
 def decoded(
