@@ -31,7 +31,7 @@ from generated.speed_tables import result_table, savings
 from generated.storage_table import storage_facts, storage_tables
 from generated.tasks_page import tasks_page
 from generated.text_tables import chat_facts, codec_texts
-from generated.vllm_table import eviction_table
+from generated.vllm_table import vllm_tables
 
 from millpond.install_command import shown_command
 from millpond.methods import METHODS
@@ -97,7 +97,7 @@ def pages() -> dict[Path, str]:
         },
     )
     texts[OFFLOAD] = fill(OFFLOAD.read_text(encoding="utf-8"), "sparse-values", sparse_values_table())
-    texts[VLLM] = fill(VLLM.read_text(encoding="utf-8"), "eviction", eviction_table())
+    texts[VLLM] = fill_all(VLLM.read_text(encoding="utf-8"), vllm_tables())
     texts[CHOOSE] = fill(CHOOSE.read_text(encoding="utf-8"), "chat-facts", chat_facts())
     orderings = claims_page.tables(read_findings(QUALITY / "orderings.json"))
     texts[ORDERINGS] = fill_all(ORDERINGS.read_text(encoding="utf-8"), orderings)

@@ -1,18 +1,20 @@
-"""The table of `how-to/vllm.md`, as `packages/millpond-vllm/benchmarks/eviction.py` prints it."""
+"""The tables of `how-to/vllm.md`, as the benchmarks of `packages/millpond-vllm` print them."""
 
 from __future__ import annotations
 
-import json
 import runpy
 
 from generated.results import RESULTS, ROOT
 
-SCRIPT = ROOT / "packages" / "millpond-vllm" / "benchmarks" / "eviction.py"
-ROWS = RESULTS / "vllm-eviction" / "rows.jsonl"
+SCRIPTS = ROOT / "packages" / "millpond-vllm" / "benchmarks"
+#: Rows by the script that makes them.
+ROWS = {"eviction": RESULTS / "vllm-eviction" / "rows.jsonl", "hit_rates": RESULTS / "vllm-hits" / "rows.jsonl"}
 
 
-def eviction_table() -> str:
-    """Requests at once and speed of each setting inside vLLM."""
-    rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
-    table: str = runpy.run_path(str(SCRIPT))["table"](rows)
-    return f"{table}\n"
+def vllm_tables() -> dict[str, str]:
+    """Tables by the mark at which they stand: requests at once and speed, and hit rates of the prefix cache."""
+    found = {}
+    for name, rows in ROWS.items():
+        script = runpy.run_path(str(SCRIPTS / f"{name}.py"))
+        found[name.replace("_", "-")] = script["tables"](script["read_rows"](rows)) + "\n"
+    return found
