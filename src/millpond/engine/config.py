@@ -65,7 +65,7 @@ class EngineConfig(EngineSettings):
         for each_codec in codecs:
             policy.check_codec(each_codec)
         if self.storage_codec is not None:
-            check_storage(self, policy, codecs)
+            check_storage(self, str(method), policy, codecs)
 
     @property
     def choice(self) -> Choice:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from millpond.cache.state.attention_samples import SampledAttention
 from millpond.cache.tiered.coded_block import BlockCodec
@@ -16,14 +15,12 @@ from millpond.codec.calibration import Calibration
 from millpond.codec.transform.page import TOKENS
 from millpond.codec.transform.storage_codec import StorageCodec, parse_storage_codec
 from millpond.codec.transform.transform_file import ModelTransform
+from millpond.engine.settings import EngineSettings
 from millpond.errors import OptionError
 from millpond.hf.calibration.load import CalibrationSource, loaded, rotations_before_rope
 from millpond.hf.model_support import supported, unwrapped
 from millpond.hf.text_storage import TransformSource, transform_of
 from millpond.policy.policy import Policy
-
-if TYPE_CHECKING:
-    from millpond.engine.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +38,7 @@ class ModelCodec:
     rotations: tuple[RotaryEmbedding | None, ...]
 
     @classmethod
-    def of(cls, model: PreTrainedModel, name: str, calibration: CalibrationSource | TransformSource) -> ModelCodec:
+    def of(cls, model: Any, name: str, calibration: CalibrationSource | TransformSource) -> ModelCodec:
         """Return the codec of a name for a model whose weights are in memory.
 
         Raises:
@@ -68,7 +65,7 @@ class ModelCodec:
         return SampledAttention(tuple(self.transform.thresholds.tolist()), block)
 
 
-def format_calibration(config: EngineConfig) -> Calibration | None:
+def format_calibration(config: EngineSettings) -> Calibration | None:
     """Return the calibration of number formats, as it is or from its file.
 
     None where the file is that of a storage codec.
@@ -86,12 +83,13 @@ def format_calibration(config: EngineConfig) -> Calibration | None:
     return loaded(config.calibration)
 
 
-def check_storage(config: EngineConfig, policy: Policy, codecs: list[Codec]) -> None:
+def check_storage(config: EngineSettings, method: str, policy: Policy, codecs: list[Codec]) -> None:
     """Check that a storage codec goes with the other settings.
 
     Args:
         config: Settings with a storage codec.
-        policy: Policy of requests that name no method.
+        method: Method of requests that name none.
+        policy: Its policy.
         codecs: Number formats of their entries.
 
     Raises:
@@ -110,7 +108,7 @@ def check_storage(config: EngineConfig, policy: Policy, codecs: list[Codec]) -> 
         )
     if policy.merge is not None or policy.positions != "absolute":
         raise OptionError(
-            f"{name} stores each token at its own position, and method {config.choice.method!r} with these options "
+            f"{name} stores each token at its own position, and method {method!r} with these options "
             "merges entries or gives them other positions; use a method that drops entries, such as 'h2o' or 'snapkv', "
             "or leave the storage codec out"
         )
