@@ -89,7 +89,7 @@ def check_storage(config: EngineSettings, method: str, policy: Policy, codecs: l
     Args:
         config: Settings with a storage codec.
         method: Method of requests that name none.
-        policy: Policy of requests that name no method.
+        policy: Its policy.
         codecs: Number formats of their entries.
 
     Raises:

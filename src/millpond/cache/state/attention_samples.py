@@ -32,7 +32,7 @@ class LayerSamples:
     def __init__(self, threshold: float, blocks: Sequence[int] = ()) -> None:
         self._threshold = threshold
         self._done: dict[int, list[Tensor]] = {unit: [] for unit in (UNIT, *blocks)}  # (tokens,) bool, whole units
-        self._sums: Tensor | None = None  # (units, Hkv, 256) of the unit that has begun
+        self._sums: Tensor | None = None  # (kinds of units, Hkv, 256) of the unit that has begun
         self._known = 0  # first tokens of the unit that has begun, which another request has read
         self._given = torch.zeros(0, dtype=torch.bool)  # which of these are exact
         self._shape = AttentionShape(1.0)
@@ -61,13 +61,16 @@ class LayerSamples:
             self.n = None
             return
         self._shape = shape
-        for first in range(begin - begin % UNIT, n, UNIT):
-            low, high = max(first, begin), min(first + UNIT, n)
+        whole = range(-(-begin // UNIT) * UNIT, n // UNIT * UNIT, UNIT)
+        parts = [(first, 1) for first in range(begin - begin % UNIT, n, UNIT) if first not in whole]
+        for first, units in sorted([*parts, *([(whole.start, len(whole))] if whole else [])]):
+            low, high = max(first, begin), min(first + units * UNIT, n)
             asked = range(low + (QUERY_STEP - 1 - low) % QUERY_STEP, high, QUERY_STEP)
             if asked:
                 rows = slice(asked.start - begin, high - begin, QUERY_STEP)
-                self._add(first, asked, q[:, rows], lse[:, rows], keys[:, first:high])
-            if high == first + UNIT:
+                places = tuple(at - first for at in asked if at < first + UNIT)
+                self._add(places, units, q[:, rows], lse[:, rows], keys[:, first:high])
+            if high == first + units * UNIT:
                 for done, judged in zip(self._done.values(), self._judged(UNIT), strict=True):
                     done.append(judged)
                 self._sums, self._known, self._given = None, 0, self._given[:0]
@@ -86,41 +89,46 @@ class LayerSamples:
         exact[:SINKS] = True
         return exact
 
-    def _add(self, first: int, asked: range, q: Tensor, lse: Tensor, keys: Tensor) -> None:
-        """Add the attention of queries at `asked` to the tokens of a unit.
+    def _add(self, places: tuple[int, ...], units: int, q: Tensor, lse: Tensor, keys: Tensor) -> None:
+        """Add the attention of queries to the tokens of one unit, or of several whole ones.
 
-        Queries are (Hq, m, D), the keys of the unit (Hkv, n, D).
+        Args:
+            places: Places of the queries in their unit, the same in each.
+            units: Number of units.
+            q: Queries (Hq, units * m, D).
+            lse: Logs of the denominators, (Hq, units * m).
+            keys: Keys of the tokens, (Hkv, units * n, D).
         """
-        heads, n, shape = keys.shape[0], keys.shape[1], self._shape
-        rows = (q.float() * shape.scale).reshape(heads, -1, q.shape[2])
-        behind = keys.float().transpose(1, 2)
+        heads, dim, shape = keys.shape[0], q.shape[2], self._shape
+        n, m, group = keys.shape[1] // units, len(places), len(q) // heads
+        rows = (q.float() * shape.scale).view(heads, group, units, m, dim).transpose(1, 2)
+        less = lse.reshape(heads, group, units, m).transpose(1, 2).reshape(heads * units, -1, 1)
+        rows = rows.reshape(heads * units, -1, dim)
+        behind = keys.float().reshape(heads * units, n, dim).transpose(1, 2)
         if shape.softcap:
-            logits = shape.softcap * torch.tanh(rows @ behind / shape.softcap) - lse.reshape(heads, -1, 1)
+            logits = shape.softcap * torch.tanh(rows @ behind / shape.softcap) - less
         else:
-            logits = torch.baddbmm(lse.reshape(heads, -1, 1), rows, behind, beta=-1)
-        attention = logits.exp_().clamp_(max=1).view(heads, -1, len(asked), n).sum(1)  # above 1: not seen
-        places = tuple(at - first for at in asked)
+            logits = torch.baddbmm(less, rows, behind, beta=-1)
+        attention = logits.exp_().clamp_(max=1).view(-1, group, m, n).sum(1)  # above 1: not seen
         sums = torch.stack(
-            [
-                (attention * _mask(places, n, unit, shape.window, keys.device)).sum(1) * (heads / len(q))
-                for unit in self._done
-            ]
-        )
+            [(attention * _mask(places, n, unit, shape.window, keys.device)).sum(1) / group for unit in self._done]
+        ).view(len(self._done), heads, units * n)
         if self._sums is None:
-            self._sums = sums if n == UNIT else torch.nn.functional.pad(sums, (0, UNIT - n))
+            self._sums = torch.nn.functional.pad(sums, (0, -sums.shape[2] % UNIT))
         else:
             self._sums[..., :n] += sums
 
     def _judged(self, n: int) -> list[Tensor]:
-        """Return which of the first `n` tokens of the unit that has begun are exact.
+        """Return which of the first `n` tokens of each unit of the sums are exact.
 
-        They are (n,) bool on the CPU, for each kind of unit.
+        They are (units * n,) bool on the CPU, for each kind of unit.
         """
         if self._sums is None:
             found = torch.zeros((len(self._done), n), dtype=torch.bool)
         else:
             counts = _counts(n, tuple(self._done), self._shape.window, self._sums.device)
-            found = above(self._sums[..., :n].amax(1) / counts, self._threshold).cpu()
+            most = self._sums.amax(1).view(len(self._done), -1, UNIT)[..., :n] / counts[:, None]
+            found = above(most, self._threshold).flatten(1).cpu()
         found[:, : self._known] = self._given
         return list(found)
 

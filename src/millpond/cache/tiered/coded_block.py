@@ -26,13 +26,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millpond.cache.coded.entries import before_rope, decoded
 from millpond.cache.pages.pool import side_bytes
 from millpond.cache.pages.ref_counted_pool import PageIds
 from millpond.cache.swap import read_pages, write_pages
 from millpond.cache.tiered.block_store import Pools
 from millpond.cache.types import RotaryEmbedding
 from millpond.codec.basis import Basis
-from millpond.codec.transform.coding import decode, encode, project
+from millpond.codec.transform.coding import encode_tokens
 from millpond.codec.transform.page import TOKENS, PageAddress, page_bytes
 from millpond.codec.transform.prompt_header import plain_headers
 from millpond.codec.transform.storage_codec import StorageCodec
@@ -121,13 +122,9 @@ class BlockCodec:
         n = exact.shape[1]
         pages = []
         for nth, (tokens, header) in enumerate(zip(layers, self._headers, strict=True)):
-            keys, rotary = tokens.keys.float(), self._rotations[nth]
-            if rotary is not None:
-                positions = torch.arange(first, first + n, device=keys.device)
-                keys = rotary.rotate(keys[None], positions[None], inverse=True)[0]
-            sides = self._layers[nth]
-            z = [project(side, _joined(x).cpu()) for side, x in zip(sides, (keys, tokens.values), strict=True)]
-            pages.append(encode(sides, header, (z[0], z[1]), PageAddress(_UNIT, nth, first // TOKENS)))
+            keys, values = before_rope(tokens.keys, tokens.values, first, self._rotations[nth])
+            address = PageAddress(_UNIT, nth, first // TOKENS)
+            pages.append(encode_tokens(self._layers[nth], header, (keys.cpu(), values.cpu()), address))
         blocks = []
         for number in range(n // self.slots):
             own = slice(number * self.slots, (number + 1) * self.slots)
@@ -148,19 +145,16 @@ class BlockCodec:
             DataError: a block is damaged, or belongs elsewhere.
         """
         sides = [self._read_side(block, first + n * self.slots) for n, block in enumerate(blocks)]
-        n, begins = len(blocks) * self.slots, [side.nbytes for side in sides]
+        begins = [side.nbytes for side in sides]
         found = []
-        for nth, (header, (heads, *dims)) in enumerate(zip(self._headers, self.shapes, strict=True)):
+        for nth, (header, shape) in enumerate(zip(self._headers, self.shapes, strict=True)):
             size = page_bytes(header.bits) * self.pages
-            pages = torch.cat([block[begin : begin + size] for block, begin in zip(blocks, begins, strict=True)])
+            parts = [block[begin : begin + size] for block, begin in zip(blocks, begins, strict=True)]
+            pages = torch.cat(parts).view(-1, page_bytes(header.bits))
             begins = [begin + size for begin in begins]
             address = PageAddress(_UNIT, nth, first // TOKENS)
-            numbers = decode(self._layers[nth], header, pages.view(-1, page_bytes(header.bits)), address)
-            keys, values = (x.view(n, heads, dim).transpose(0, 1) for x, dim in zip(numbers, dims, strict=True))
-            rotary = self._rotations[nth]
-            if rotary is not None:
-                keys = rotary.rotate(keys[None], torch.arange(first, first + n)[None])[0]
-            keys, values = keys.to(self._dtype), values.to(self._dtype)
+            tokens = decoded(self._layers[nth], header, pages, address, shape, first, self._rotations[nth])
+            keys, values = (side.to(self._dtype) for side in tokens)
             for number, side in enumerate(sides):
                 at, exact_keys, exact_values = side.exact[nth]
                 keys[:, at + number * self.slots] = exact_keys.to(self._dtype)
@@ -254,11 +248,6 @@ def _part(tokens: LayerTokens, own: slice) -> LayerTokens:
 
 def _bytes(x: Tensor) -> Tensor:
     return x.cpu().contiguous().flatten().view(torch.uint8)
-
-
-def _joined(x: Tensor) -> Tensor:
-    """Return entries (H, n, D) of all heads of a token side by side, (n, H D)."""
-    return x.transpose(0, 1).flatten(1)
 
 
 def as_computed(layers: Sequence[LayerTokens], bases: Sequence[Basis | None]) -> list[LayerTokens]:
