@@ -6,12 +6,14 @@ import random
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.engine.sessions import ask, kv, open_engine, said, stored, words
 from tests.helpers.engine.sessions_killed import DEPTH, SESSIONS, conversation, engine_that_stores, lines, read_before
+from tests.helpers.engine.sessions_peer import ROUNDS
 
 LIMIT = 400_000
 
@@ -40,8 +42,8 @@ def test_a_killed_process_leaves_whole_turns(tmp_path: Path) -> None:
                 process.kill()
         engine = open_engine(tmp_path, cache_disk=LIMIT)
         assert not list(tmp_path.glob("*/*/*.part"))
-        for session in range(5):
-            ids = words(40 + session, session)
+        for session, part in product(range(5), range(ROUNDS)):
+            ids = words(40 + session, session) + words(part, 99)
             ids += said(ask(plain, ids)) + words(4, 10 * session)
             output = ask(engine, ids)
             restored += kv(output).restored_tokens > 0

@@ -117,7 +117,10 @@ class TextCoder:
         return max(0, min(wanted, last.made + HEADER_TOKENS // TOKENS - last.end))
 
     def _held(self, layer: LayerEntries, begin: int, end: int) -> tuple[Tensor, Tensor, int]:
-        """Return keys, values and first position of the tokens of pages `begin` to `end` that the layer holds whole."""
+        """Return the tokens of pages `begin` to `end`, of those that the layer holds whole.
+
+        They are keys, values and the position of the first.
+        """
         first = max(begin, -(-layer.first // TOKENS)) * TOKENS
         held = slice(first - layer.first, max(first, end * TOKENS) - layer.first)
         return layer.keys[:, held], layer.values[:, held], first
@@ -141,7 +144,7 @@ class TextCoder:
         return tuple(adapted_headers(self.transform.layers, sums, self.bits)), True
 
     def _pages(self, nth: int, layer: LayerEntries, segment: Segment, begin: int) -> Tensor:
-        """Return the pages `begin` to the end of a segment, whose header is known, of those that the layer holds."""
+        """Return the pages of a segment from `begin` on, of those that the layer holds whole."""
         keys, values, first = self._held(layer, begin, segment.end)
         if not keys.shape[1]:
             return torch.zeros((0, page_bytes(segment.headers[nth].bits)), dtype=torch.uint8)

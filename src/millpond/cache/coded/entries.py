@@ -31,7 +31,9 @@ def projected(
 
 
 def before_rope(keys: Tensor, values: Tensor, first: int, rotary: RotaryEmbedding | None) -> tuple[Tensor, Tensor]:
-    """Return keys without their rotation and values, all KV heads of a token side by side: (n, H D), (n, H V) float32.
+    """Return keys without their rotation, and values, all KV heads of a token side by side.
+
+    They are (n, H D) and (n, H V) float32.
 
     Args:
         keys: (H, n, D) after RoPE.
