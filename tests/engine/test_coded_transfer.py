@@ -77,8 +77,16 @@ def test_codes_travel_on_as_they_are() -> None:
 def test_a_copy_goes_on_from_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what is new is coded, and the request that was copied is as exact as before."""
     engine, coded = engine_of(), []
-    encode = coder.encode
-    monkeypatch.setattr(coder, "encode", lambda *args: coded.append(len(args[2][0])) or encode(*args))
+
+    def counting(code: Any) -> Any:
+        def counted(layer: Any, header: Any, x: Any, address: Any) -> Any:
+            coded.append(len(x[0]))
+            return code(layer, header, x, address)
+
+        return counted
+
+    for name in ("encode", "encode_tokens"):  # under a header that follows from these tokens, and under a known one
+        monkeypatch.setattr(coder, name, counting(getattr(coder, name)))
     engine.add(asked("copied", prompt(N, 3), 120))
     run(engine, 3)
     first = engine.checkpoint("copied")

@@ -196,16 +196,24 @@ def test_metrics_name_the_rule() -> None:
 
     found = {
         (sample.name, sample.labels["rule"]): sample.value
-        for metric in _of_prefix_cache(PrefixStats("lfu", 5, 4, 3, 2, 10, 9, 8, 7, 6))
+        for metric in _of_prefix_cache(PrefixStats("lfu", 5, 4, 3, 2, 10, 9, 8, 7, 6, *range(11, 21)))
         for sample in metric.samples
     }
     assert found == {
         ("millpond_prefix_blocks", "lfu"): 5,
         ("millpond_prefix_sums_bytes", "lfu"): 10,
         ("millpond_prefix_disk_blocks", "lfu"): 9,
+        ("millpond_prefix_disk_bytes", "lfu"): 8,
         ("millpond_prefix_blocks_returned_total", "lfu"): 7,
         ("millpond_prefix_blocks_lost_total", "lfu"): 6,
         ("millpond_prefix_block_hits_total", "lfu"): 4,
         ("millpond_prefix_block_misses_total", "lfu"): 3,
         ("millpond_prefix_blocks_evicted_total", "lfu"): 2,
+        ("millpond_prefix_coded_blocks", "lfu"): 11,
+        ("millpond_prefix_coded_bytes", "lfu"): 12,
+        ("millpond_prefix_blocks_encoded_total", "lfu"): 16,
+        ("millpond_prefix_blocks_decoded_total", "lfu"): 17,
+        ("millpond_prefix_encode_seconds_total", "lfu"): 18,
+        ("millpond_prefix_decode_seconds_total", "lfu"): 19,
+        ("millpond_prefix_decoded_tokens_total", "lfu"): 20,
     }

@@ -116,7 +116,8 @@ def test_moments_are_of_keys_before_rope_and_leave_out_exact_tokens() -> None:
 def test_models_of_many_kinds(kind: str) -> None:
     found = transform_of_tiny(kind)
     config = tiny(kind).config
-    assert found.model.shapes == ((config.num_key_value_heads, 8, 8),) * 2
+    dim = 32 if kind == "wide" else 8
+    assert found.model.shapes == ((config.num_key_value_heads, dim, dim),) * 2
     assert found.calibrated.tokens == 2048
     assert bool((found.thresholds > 0).all())
     largest = [int((keys.mean.abs() > 40).sum()) for keys, _ in found.layers]
