@@ -41,7 +41,7 @@ def tokens(outputs: list[mp.RequestOutput]) -> list[tuple[int, ...]]:
     ("method", "budget", "codec", "micro_batches"),
     [
         pytest.param("full", None, "auto", 1, marks=pytest.mark.slow),
-        ("h2o", "30%", "int4", 2),
+        pytest.param("h2o", "30%", "int4", 2, marks=pytest.mark.slow),
         pytest.param("snapkv", "30%", "auto", 2, marks=pytest.mark.slow),
         pytest.param("streaming", 16, "auto", 1, marks=pytest.mark.slow),
     ],

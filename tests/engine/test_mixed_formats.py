@@ -211,6 +211,7 @@ def run_life(n: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_requests_that_fit_alone_never_fail() -> None:
     run_life(examples(10))
 

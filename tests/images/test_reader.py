@@ -143,6 +143,7 @@ def test_a_text_has_a_place_for_each_image() -> None:
             reader().expand("w3 <image> w4", n)
 
 
+@pytest.mark.slow
 def test_pillow_and_processors_are_imported_when_an_image_is_read() -> None:
     code = (
         "import sys, millpond.images.reader; assert 'PIL' not in sys.modules;"

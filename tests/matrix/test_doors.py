@@ -267,6 +267,7 @@ def served(server: Live, cases: list[tuple[str, str]]) -> None:
     assert found == {case: tokenizer.decode(generated(*case)).split() for case in cases}
 
 
+@pytest.mark.slow
 def test_a_server(server: Live) -> None:
     served(server, [case for case in cover() if case[1] not in WIDE])
 

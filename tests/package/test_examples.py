@@ -64,6 +64,7 @@ def test_compare_methods(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert int(rows["window"]) < int(rows["snapkv"])
 
 
+@pytest.mark.slow
 def test_openai_client(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("openai", reason="pip install openai")
     pytest.importorskip("fastapi", reason="pip install 'millpond[server]'")

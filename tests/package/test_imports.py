@@ -118,6 +118,7 @@ def test_a_part_imports_only_what_stands_to_its_left(package: str, part: str) ->
                 assert part in OUTSIDE.get(top, {part}), f"{module} imports {top}"
 
 
+@pytest.mark.slow
 def test_the_package_runs_without_its_lab() -> None:
     """What names the lab imports it where it is called."""
     for module in MODULES["millpond"]:

@@ -43,6 +43,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", BARE + code], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_the_library_needs_no_extra() -> None:
     done = run(LIBRARY)
     assert done.returncode == 0, done.stderr

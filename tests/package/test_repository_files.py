@@ -68,6 +68,7 @@ def test_the_site_is_published_from_where_it_is_built() -> None:
     assert paths == [site[1]]
 
 
+@pytest.mark.slow
 def test_what_the_bug_form_wants_to_know_can_be_printed() -> None:
     form = parsed(ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml")
     facts = next(field for field in form["body"] if field.get("id") == "facts")["attributes"]["description"]

@@ -52,6 +52,7 @@ def test_an_engine_that_hangs_is_not_healthy_and_is_logged(caplog: Any) -> None:
         until(lambda: "the engine continues" in caplog.text)
 
 
+@pytest.mark.slow
 def test_a_server_whose_engine_hangs_goes_down_in_time() -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", HANGS]

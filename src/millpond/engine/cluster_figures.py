@@ -102,5 +102,7 @@ def _prefixes(parts: Sequence[PrefixStats | None]) -> PrefixStats | None:
     present = [one for one in parts if one is not None]
     if not present:
         return None
-    numbers = [field.name for field in fields(PrefixStats) if field.name != "rule"]
-    return PrefixStats(present[0].rule, **{name: sum(getattr(one, name) for one in present) for name in numbers})
+    first = present[0]
+    numbers = [field.name for field in fields(PrefixStats) if field.name not in ("rule", "storage_codec")]
+    sums = {name: sum(getattr(one, name) for one in present) for name in numbers}
+    return PrefixStats(first.rule, storage_codec=first.storage_codec, **sums)

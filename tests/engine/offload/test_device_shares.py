@@ -44,6 +44,7 @@ def searched(folder: Path, capacity: int, memory: int, **more: Any) -> Opened:
     return open_on_device(folder, CPU, capacity, memory, None, None, config, **given)
 
 
+@pytest.mark.slow
 def test_all_six_shares_come_from_the_linear_program(folders: dict[str, Path], tmp_path: Path) -> None:
     """With less memory of the device its shares fall, of both kinds, and with less of the host the disk's rise."""
     folder = folders["llama"]

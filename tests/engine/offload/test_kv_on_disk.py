@@ -362,6 +362,7 @@ def test_the_page_cache_stays_empty_and_the_folder_too(folders: dict[str, Path],
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_a_kill(folders: dict[str, Path], tmp_path: Path) -> None:
     code = CHILD.format(folder=str(folders["llama"]), disk=str(tmp_path))
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -72,6 +72,7 @@ def test_settings_that_are_refused(given: dict[str, Any], rule: str) -> None:
         ClusterBench(**given)
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start_says_why() -> None:
     with pytest.raises(OptionError, match=r"did not start: .+"):
         BenchServer(["--model", "no-such-model-anywhere"])

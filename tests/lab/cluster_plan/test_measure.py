@@ -114,6 +114,7 @@ def profile_of(local: LocalCluster, workers: int = 1) -> tuple[Measured, list[En
     return found, records
 
 
+@pytest.mark.slow
 def test_a_profile_of_workers_that_run_at_once() -> None:
     with LocalCluster(replicas=2) as local:
         found, records = profile_of(local, workers=2)

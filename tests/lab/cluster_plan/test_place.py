@@ -306,6 +306,7 @@ def test_a_damaged_profile_is_refused(change: dict[str, object]) -> None:
 # ------------------------------------------------------------------ the commands
 
 
+@pytest.mark.slow
 def test_from_a_measured_profile_to_a_plan(tmp_path: Path) -> None:
     out, plan = tmp_path / "p.json", tmp_path / "plan.json"
     profile = ["cluster", "profile", "--model", "pond-recall", "--budget", "20%", "--prompts", "40,64", "--new", "4"]
@@ -331,6 +332,7 @@ def test_from_a_measured_profile_to_a_plan(tmp_path: Path) -> None:
     assert all(row["goodput_per_device"] > 0 for row in written["rows"])
 
 
+@pytest.mark.slow
 def test_a_profile_says_that_requests_cannot_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> MoveTimes:
         raise OptionError("keys and values lie on a disk")

@@ -83,6 +83,7 @@ def _drop(
     unused.append(page)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in RULES if name != "belady"])
 def test_a_rule_takes_at_most_64_bytes_for_a_page(name: str) -> None:
     cost = cost_of(name, 4000, timed=3)

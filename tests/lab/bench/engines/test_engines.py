@@ -68,6 +68,7 @@ def by_label(data: dict[str, Any], batch: int) -> dict[str, dict[str, Any]]:
     return {f"{row['name']}, {row['setting']}": row for row in data["results"] if row["batch"] == batch}
 
 
+@pytest.mark.slow
 def test_everyone_runs_in_turns_and_is_compared(script: Path, tmp_path: Path) -> None:
     told: list[str] = []
     everyone = [fake("millpond", script, slow=2.0, weight_bytes=10**8), fake("other", script, slow=6.0, bad=2)]
