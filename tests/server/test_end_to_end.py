@@ -128,7 +128,7 @@ def test_a_client_that_goes_away_frees_its_pages(server: Live, stream: bool, mon
         if stream:
             with client.stream("POST", "/v1/completions", json=body) as answer:
                 next(answer.iter_lines())
-                # they are told behind a step, its tokens within it; steps wait for 10 s if an earlier request wrote more
+                # they are told behind a step, its tokens within it; a step waits for 10 s if another wrote more
                 until(lambda: server.llm.stats().kv_bytes > 0, 30)
         else:
             with pytest.raises(httpx.ReadTimeout):
