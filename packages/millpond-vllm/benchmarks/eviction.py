@@ -33,9 +33,10 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
 }
 #: Settings of Millpond's own engine by name.
 OWN: dict[str, dict[str, Any]] = {
-    "millpond full": {"method": "full"},
-    "millpond snapkv 20%": {"method": "snapkv", "budget": "20%"},
-    "millpond h2o 20%": {"method": "h2o", "budget": "20%"},
+    "millpond default": {},
+    "millpond full": {"method": "full", "codec": "auto"},
+    "millpond snapkv 20%": {"method": "snapkv", "budget": "20%", "codec": "auto"},
+    "millpond h2o 20%": {"method": "h2o", "budget": "20%", "codec": "auto"},
 }
 #: Tokens of a block.
 BLOCK = 32
