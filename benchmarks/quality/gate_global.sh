@@ -29,4 +29,4 @@ for name in ${TASKS:-$tasks common_words}; do
 done
 "$bin/millpond" eval --model pond-recall --tasks "${list#,}" --protocol agnostic --seed 1301 --threads 1 \
   --method "full,attention_gate:gate=causal.safetensors,attention_gate:gate=global.safetensors" \
-  --samples "${SAMPLES:-60}" --out "${OUT:-$root/benchmarks/results/gate-global}"
+  --samples "${SAMPLES:-60}" --out "${OUT:-$(realpath --relative-to=. "$root/benchmarks/results/gate-global")}"
