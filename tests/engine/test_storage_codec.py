@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,10 @@ def test_the_transform_file_is_checked(tmp_path: Path) -> None:
         engine_of(calibration=tmp_path / "none.safetensors")
     with pytest.raises(CacheMismatchError, match="another model"):
         engine_of(calibration=transform_of_tiny("biases"))
+    given = transform_of_tiny("gqa")
+    small = replace(given, calibrated=replace(given.calibrated, most_bits=1.25))
+    with pytest.raises(OptionError, match=r"up to 1\.25 bits"):
+        engine_of(calibration=small)
     with pytest.raises(OptionError, match="storage_codec"):
         Engine(unhooked("gqa"), calibration=transform_of_tiny("gqa"))
 

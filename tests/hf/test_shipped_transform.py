@@ -61,3 +61,5 @@ def test_shipped_files_are_small_and_have_cards() -> None:
         assert f"`{transform.calibrated.digest[:12]}`" in card
         assert f"{file.stat().st_size:,} bytes" in card
         assert transform.calibrated.most_bits == 2.0
+        with pytest.raises(OptionError, match="up to 2 bits"):
+            transform.check_bits(2.5)

@@ -42,7 +42,7 @@ class ModelCodec:
         """Return the codec of a name for a model whose weights are in memory.
 
         Raises:
-            OptionError: no such codec, no transform file, or a calibration of another kind.
+            OptionError: no such codec, no transform file or one of fewer bits, or a calibration of another kind.
             CacheMismatchError: a file of another model.
             DataError: the file cannot be read.
             UnsupportedModelError: keys whose rotation cannot be undone.
@@ -52,9 +52,10 @@ class ModelCodec:
                 f"storage_codec={name!r} needs a transform file, and calibration= is one of the kvquant codecs; make "
                 "one with 'millpond calibrate --codec transform'"
             )
-        transform = transform_of(model, calibration)
+        transform, codec = transform_of(model, calibration), parse_storage_codec(name)
+        transform.check_bits(codec.bits)
         rotations = rotations_before_rope(supported(unwrapped(model)))
-        return cls(parse_storage_codec(name), transform, tuple(rotations))
+        return cls(codec, transform, tuple(rotations))
 
     def blocks(self, slots: int, dtype: torch.dtype) -> BlockCodec:
         """Return the codec of blocks of so many tokens, for entries of a type."""

@@ -106,7 +106,7 @@ class TextStorage:
             later tokens do not change; else the 1 % are exact that all sampled queries of the text attend to most.
 
     Raises:
-        OptionError: no such codec, no file, or a cache whose method or number format has no codes.
+        OptionError: no such codec, no file, one of fewer bits, or a cache whose method or number format has no codes.
         CacheMismatchError: a transform of another model, or a cache that has read something.
         DataError: the file cannot be read.
     """
@@ -126,6 +126,7 @@ class TextStorage:
             raise CacheMismatchError("a storage codec looks at the queries of the text: set it before one is read")
         _check_plain(cache, self.codec.name)
         self.transform = transform_of(model, calibration)
+        self.transform.check_bits(self.codec.bits)
         self.adapt, self.by_unit = adapt, by_unit
         self._queries: dict[int, list[Tensor]] = {}
         self._seen: dict[int, int] = {}

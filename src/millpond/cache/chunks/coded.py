@@ -38,7 +38,12 @@ class ChunkCodec:
 
     @classmethod
     def of(cls, transform: ModelTransform, codec: StorageCodec) -> ChunkCodec:
-        """Return the codec of a model."""
+        """Return the codec of a model.
+
+        Raises:
+            OptionError: a transform of fewer bits.
+        """
+        transform.check_bits(codec.bits)
         return cls(transform, codec.name, tuple(plain_headers(transform.layers, codec.bits)))
 
     @property

@@ -22,7 +22,7 @@ from torch import Tensor
 from millpond.codec.transform.fit import SideTransform
 from millpond.codec.transform.levels import MOST_BITS
 from millpond.codec.transform.prompt_header import Sides
-from millpond.errors import CacheMismatchError, DataError
+from millpond.errors import CacheMismatchError, DataError, OptionError
 
 #: First words of the file; the number grows when its content changes.
 FORMAT = "millpond transform 1"
@@ -110,6 +110,19 @@ class ModelTransform:
     def n_numbers(self) -> int:
         """Numbers of a token in all layers."""
         return sum(len(side.mean) for layer in self.layers for side in layer)
+
+    def check_bits(self, bits: float) -> None:
+        """Check that the file has the rows that codes of `bits` a number need.
+
+        Raises:
+            OptionError: it was made for fewer bits.
+        """
+        most = self.calibrated.most_bits
+        if bits > most:
+            raise OptionError(
+                f"transform:{bits:g}: this transform file has rows for up to {most:g} bits a number; use fewer bits, "
+                f"or make a file with 'millpond calibrate --codec transform --most-bits {bits:g}'"
+            )
 
     def digest(self) -> str:
         """Return the SHA-256 of all numbers, by which files of codes name their transform."""
