@@ -208,3 +208,19 @@ def test_sampled_texts_are_the_same_again() -> None:
 def test_windows_are_spread_over_a_text() -> None:
     assert [int(window[0]) for window in windows_of(torch.arange(1000), 4, 100)] == [0, 300, 600, 900]
     assert [len(window) for window in windows_of(torch.arange(30), 4, 100)] == [30]
+
+
+def test_parts_of_single_heads_are_those_of_the_head_alone() -> None:
+    """One KV head is the whole layer; of two, each has its own mean, and z that its tokens alone give."""
+    whole = transform_of_tiny("mqa")
+    for layer, (head,) in zip(whole.layers, whole.heads, strict=True):
+        for one, other in zip(layer, head, strict=True):
+            assert torch.equal(one.rows, other.rows)
+            assert torch.equal(one.columns, other.columns)
+    two = transform_of_tiny("gqa")
+    for layer, heads in zip(two.layers, two.heads, strict=True):
+        for side, parts in zip(layer, zip(*heads, strict=True), strict=True):
+            assert torch.equal(side.mean, torch.cat([part.mean for part in parts]))
+            assert [part.rows.shape[1] for part in parts] == [len(side.mean) // 2] * 2
+            for part in parts:  # the columns undo the rows
+                torch.testing.assert_close(part.rows @ part.columns.T, torch.eye(part.n_rows), atol=0.1, rtol=0)

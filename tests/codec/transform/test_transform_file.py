@@ -23,7 +23,7 @@ from millpond.codec.transform.transform_file import (
     fitted_model_of,
     load_transform,
 )
-from millpond.errors import CacheMismatchError, DataError
+from millpond.errors import CacheMismatchError, DataError, OptionError
 
 MODEL = FittedModel("Llama", ((2, 4, 4), (2, 4, 6)), '{"rope_theta": 10000.0}', "abc")
 
@@ -37,17 +37,29 @@ def transform() -> ModelTransform:
         return fit_side(torch.eye(d), x.mean(0), x.T.double().cov(), x, 0.1)
 
     layers = tuple((side(8), side(heads * dim)) for heads, _, dim in MODEL.shapes)
-    return ModelTransform(MODEL, Calibrated(256, "d", 0.1, 0.3, 4.0), layers, torch.tensor([0.1, 0.2]))  # type: ignore[arg-type]
+    heads = tuple(tuple((side(4), side(dim)) for _ in range(heads)) for heads, _, dim in MODEL.shapes)
+    calibrated = Calibrated(256, "d", 0.1, 0.3, 4.0)
+    return ModelTransform(MODEL, calibrated, layers, torch.tensor([0.1, 0.2]), heads)  # type: ignore[arg-type]
 
 
 def test_a_file_is_read_as_it_was_written(transform: ModelTransform, tmp_path: Path) -> None:
     assert transform.save(tmp_path / "t") == (tmp_path / "t").stat().st_size
     found = load_transform(tmp_path / "t")
     assert (found.model, found.calibrated, found.digest()) == (MODEL, transform.calibrated, transform.digest())
-    for one, other in zip(transform.layers, found.layers, strict=True):
+    assert transform.digest_of_heads() == found.digest_of_heads() != found.digest()
+    heads = [[sides for layer in of.heads for sides in layer] for of in (transform, found)]
+    for one, other in zip((*transform.layers, *heads[0]), (*found.layers, *heads[1]), strict=True):
         for a, b in zip(one, other, strict=True):
             assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in ("mean", "rows", "columns"))
             assert torch.equal(torch.cat(a.levels), torch.cat(b.levels))
+
+
+def test_a_file_without_parts_for_single_heads(transform: ModelTransform, tmp_path: Path) -> None:
+    replace(transform, heads=()).save(tmp_path / "t")
+    found = load_transform(tmp_path / "t")
+    assert found.digest() == transform.digest()
+    with pytest.raises(OptionError, match=r"no parts for single heads.*make it again"):
+        found.digest_of_heads()
 
 
 def test_a_packed_file_is_read_and_its_size_is_bounded(
@@ -102,6 +114,14 @@ def more_rows(tensors: Tensors) -> None:
     tensors["0.key.rows"] = tensors["0.key.rows"].repeat(3, 1)
 
 
+def without_head(tensors: Tensors) -> None:
+    del tensors["1.1.key.mean"]
+
+
+def wider_head(tensors: Tensors) -> None:
+    tensors["0.1.value.rows"] = tensors["0.value.rows"].clone()
+
+
 def not_finite(tensors: Tensors) -> None:
     tensors["1.key.distortions"][0, 0] = torch.nan
 
@@ -114,7 +134,9 @@ def unsorted(tensors: Tensors) -> None:
     tensors["0.value.levels"] = tensors["0.value.levels"].flip(0)
 
 
-@pytest.mark.parametrize("spoil", [without, narrower, other_type, more_rows, not_finite, one_bit, unsorted])
+@pytest.mark.parametrize(
+    "spoil", [without, narrower, other_type, more_rows, without_head, wider_head, not_finite, one_bit, unsorted]
+)
 def test_damaged_files(transform: ModelTransform, tmp_path: Path, spoil: Callable[[Tensors], None]) -> None:
     path = tmp_path / "t"
     transform.save(path)

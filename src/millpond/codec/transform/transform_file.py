@@ -24,8 +24,10 @@ from millpond.codec.transform.levels import MOST_BITS
 from millpond.codec.transform.prompt_header import Sides
 from millpond.errors import CacheMismatchError, DataError, OptionError
 
-#: First words of the file; the number grows when its content changes.
-FORMAT = "millpond transform 1"
+#: First words of files without and with parts for single heads; the number grows when the content changes.
+FORMATS = ("millpond transform 1", "millpond transform 2")
+#: First words of the numbers whose digest codes name; it stayed as it was when files got parts for single heads.
+_DIGESTED = FORMATS[0]
 #: Most layers, and numbers of a token in a layer, that a file may have.
 MOST_LAYERS, MOST_DIMS = 1024, 16384
 #: Most bytes of the names, shapes and facts at the beginning of a file.
@@ -99,12 +101,15 @@ class ModelTransform:
         calibrated: What it was fitted on.
         layers: Keys and values of each layer.
         thresholds: (layers,) float32: attention per query above which a token is exact.
+        heads: Keys and values of each KV head of each layer alone, for caches whose heads hold other tokens each; empty
+            in files of format 1.
     """
 
     model: FittedModel
     calibrated: Calibrated
     layers: tuple[Sides, ...]
     thresholds: Tensor
+    heads: tuple[tuple[Sides, ...], ...] = ()
 
     @property
     def n_numbers(self) -> int:
@@ -125,12 +130,21 @@ class ModelTransform:
             )
 
     def digest(self) -> str:
-        """Return the SHA-256 of all numbers, by which files of codes name their transform."""
-        digest = hashlib.sha256(FORMAT.encode())
-        for name, tensor in sorted(self._tensors().items()):
-            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            digest.update(tensor.flatten().view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+        """Return the SHA-256 of the numbers of all layers, by which codes of whole layers name their transform."""
+        return _digest(self._layer_tensors())
+
+    def digest_of_heads(self) -> str:
+        """Return the SHA-256 of the numbers of single heads, by which codes of single heads name their transform.
+
+        Raises:
+            OptionError: the file has none.
+        """
+        if not self.heads:
+            raise OptionError(
+                "this transform file has no parts for single heads, which a cache whose heads hold other tokens each "
+                "needs: make it again with 'millpond calibrate --codec transform'"
+            )
+        return _digest(self._head_tensors())
 
     def save(self, path: str | os.PathLike[str]) -> int:
         """Write the file; returns its bytes.
@@ -139,28 +153,48 @@ class ModelTransform:
             DataError: it cannot be written.
         """
         about = {
-            "format": FORMAT,
+            "format": FORMATS[bool(self.heads)],
             "model": json.dumps(asdict(self.model)),
             "calibrated": json.dumps(asdict(self.calibrated)),
-            "digest": self.digest(),
+            "digest": _digest(tensors := self._layer_tensors() | self._head_tensors()),
         }
         try:
-            save_file(self._tensors(), path, about)
+            save_file(tensors, path, about)
             return Path(path).stat().st_size
         except (OSError, SafetensorError) as error:
             raise DataError(f"{os.fspath(path)!r} cannot be written: {error}") from error
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def _layer_tensors(self) -> dict[str, Tensor]:
         tensors = {"thresholds": self.thresholds.cpu().float().contiguous()}
         for index, layer in enumerate(self.layers):
-            for name, side in zip(_SIDES, layer, strict=True):
-                own = f"{index}.{name}."
-                tensors[f"{own}mean"] = side.mean.cpu().contiguous()
-                tensors[f"{own}rows"] = side.rows.cpu().bfloat16().contiguous()
-                tensors[f"{own}columns"] = side.columns.cpu().bfloat16().contiguous()
-                tensors[f"{own}distortions"] = side.distortions.cpu().contiguous()
-                tensors[f"{own}levels"] = torch.cat(side.levels).cpu()
+            tensors |= _tensors_of(layer, f"{index}.")
         return tensors
+
+    def _head_tensors(self) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for index, layer in enumerate(self.heads):
+            for head, sides in enumerate(layer):
+                tensors |= _tensors_of(sides, f"{index}.{head}.")
+        return tensors
+
+
+def _tensors_of(sides: Sides, own: str) -> dict[str, Tensor]:
+    tensors = {}
+    for name, side in zip(_SIDES, sides, strict=True):
+        tensors[f"{own}{name}.mean"] = side.mean.cpu().contiguous()
+        tensors[f"{own}{name}.rows"] = side.rows.cpu().bfloat16().contiguous()
+        tensors[f"{own}{name}.columns"] = side.columns.cpu().bfloat16().contiguous()
+        tensors[f"{own}{name}.distortions"] = side.distortions.cpu().contiguous()
+        tensors[f"{own}{name}.levels"] = torch.cat(side.levels).cpu()
+    return tensors
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(_DIGESTED.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def fitted_model_of(path: str | os.PathLike[str]) -> FittedModel:
@@ -175,7 +209,7 @@ def fitted_model_of(path: str | os.PathLike[str]) -> FittedModel:
             length = struct.unpack("<Q", begin.read(8).ljust(8, b"\xff"))[0]
             header = begin.read(length) if length <= MOST_HEADER else b""
         about = json.loads(header)["__metadata__"]
-        if about["format"] == FORMAT:
+        if about["format"] in FORMATS:
             return _model_of(about)
     except (OSError, EOFError, lzma.LZMAError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"transform file {name!r} cannot be read: {error!r}") from error
@@ -201,19 +235,21 @@ def load_transform(path: str | os.PathLike[str]) -> ModelTransform:
         need(0 < len(model.shapes) <= MOST_LAYERS, f"1 to {MOST_LAYERS} layers")
         given = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (no dictionary)
         shapes = {key: (tuple(part.get_shape()), part.get_dtype()) for key, part in given.items()}
-        _check_shapes(shapes, model.shapes, need)
+        by_head = about["format"] != FORMATS[0]
+        _check_shapes(shapes, model.shapes, by_head, need)
         tensors = {key: file.get_tensor(key) for key in given}
     need(all(bool(tensor.isfinite().all()) for tensor in tensors.values()), "its numbers are finite")
-    layers = tuple(
-        (_side(tensors, f"{index}.key."), _side(tensors, f"{index}.value.")) for index in range(len(model.shapes))
+    need(about.get("digest") == _digest(tensors), "its digest differs")
+    layers = tuple(_sides(tensors, f"{index}.") for index in range(len(model.shapes)))
+    heads = tuple(
+        tuple(_sides(tensors, f"{index}.{head}.") for head in range(shape[0]))
+        for index, shape in enumerate(model.shapes if by_head else ())
     )
-    for layer in layers:
-        for side in layer:
+    for sides in (*layers, *(sides for layer in heads for sides in layer)):
+        for side in sides:
             need(bool((side.distortions >= 0).all()), "a distortion is 0 or more")
             need(all(bool((table[1:] >= table[:-1]).all()) for table in side.levels), "levels ascend")
-    found = ModelTransform(model, calibrated, layers, tensors["thresholds"])
-    need(about.get("digest") == found.digest(), "its digest differs")
-    return found
+    return ModelTransform(model, calibrated, layers, tensors["thresholds"], heads)
 
 
 @contextmanager
@@ -232,7 +268,7 @@ def _opened(name: str) -> Iterator[tuple[Any, Mapping[str, str]]]:
             raise _damaged(name, "its header is too long")
         with _plain(name) as path, safe_open(path, "pt") as file:
             about = file.metadata() or {}
-            if about.get("format") != FORMAT:
+            if about.get("format") not in FORMATS:
                 raise _other_format(name, about.get("format"))
             yield file, about
     except (OSError, EOFError, lzma.LZMAError, SafetensorError) as error:
@@ -280,26 +316,33 @@ def _damaged(name: str, rule: str) -> DataError:
 
 
 def _check_shapes(
-    given: Mapping[str, tuple[tuple[int, ...], str]], shapes: tuple[tuple[int, int, int], ...], need: Any
+    given: Mapping[str, tuple[tuple[int, ...], str]], shapes: tuple[tuple[int, int, int], ...], by_head: bool, need: Any
 ) -> None:
     expected: dict[str, tuple[tuple[int, ...], str]] = {"thresholds": ((len(shapes),), "F32")}
     for index, (heads, *dims) in enumerate(shapes):
         for side, dim in zip(_SIDES, dims, strict=True):
-            own, d = f"{index}.{side}.", heads * dim
-            need(0 < d <= MOST_DIMS, f"a layer has 1 to {MOST_DIMS} numbers")
-            rows = given[f"{own}rows"][0]
-            need(len(rows) == 2 and 0 < rows[0] <= d, f"layer {index} has 1 to {d} rows")
-            for name, shape, dtype in (
-                ("mean", (d,), "F32"),
-                ("rows", (rows[0], d), "BF16"),
-                ("columns", (rows[0], d), "BF16"),
-                ("distortions", (rows[0], 1 + MOST_BITS), "F32"),
-                ("levels", (_N_LEVELS,), "F32"),
-            ):
-                expected[f"{own}{name}"] = (shape, dtype)
+            need(0 < heads * dim <= MOST_DIMS, f"a layer has 1 to {MOST_DIMS} numbers")
+            parts = [(f"{index}.{side}.", heads * dim)]
+            if by_head:
+                parts += [(f"{index}.{head}.{side}.", dim) for head in range(heads)]
+            for own, d in parts:
+                rows = given[f"{own}rows"][0]
+                need(len(rows) == 2 and 0 < rows[0] <= d, f"layer {index} has 1 to {d} rows")
+                for name, shape, dtype in (
+                    ("mean", (d,), "F32"),
+                    ("rows", (rows[0], d), "BF16"),
+                    ("columns", (rows[0], d), "BF16"),
+                    ("distortions", (rows[0], 1 + MOST_BITS), "F32"),
+                    ("levels", (_N_LEVELS,), "F32"),
+                ):
+                    expected[f"{own}{name}"] = (shape, dtype)
     need(set(given) == set(expected), "its names are those of its layers")
     for name, form in expected.items():
         need(given[name] == form, f"{name} is {form[1]} {form[0]}")
+
+
+def _sides(tensors: Mapping[str, Tensor], own: str) -> Sides:
+    return _side(tensors, f"{own}key."), _side(tensors, f"{own}value.")
 
 
 def _side(tensors: Mapping[str, Tensor], own: str) -> SideTransform:

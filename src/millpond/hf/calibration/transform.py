@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from millpond.cache.atomic_files import publish, remove_file, write_part
 from millpond.codec.transform.allocation import allocate, check_bits
 from millpond.codec.transform.exact_tokens import SHARE
-from millpond.codec.transform.fit import EPS_KEYS, EPS_VALUES, fit_side
+from millpond.codec.transform.fit import EPS_KEYS, EPS_VALUES, SideTransform, fit_side
 from millpond.codec.transform.prompt_header import Sides, total_bits
 from millpond.codec.transform.transform_file import Calibrated, FittedModel, ModelTransform
 from millpond.errors import DataError, NumericsError, OptionError, UnsupportedModelError
@@ -107,16 +107,23 @@ def calibrate_transform(
     finally:
         model.train(was_training)
     layers: list[Sides] = []
+    heads: list[list[Sides]] = []
     with torch.no_grad():
         for index, moments in enumerate(reading.layers):
             progress(len(windows) + index, total)
-            layers.append(_fitted(moments, reading.maps(index), reading.shapes[index]))
+            sums = _LayerSums.of(moments, reading.maps(index), reading.shapes[index])
+            layers.append(sums.fitted())
+            heads.append([sums.fitted(head) for head in range(sums.n_heads)])
     progress(total, total)
     calibrated = Calibrated(sum(len(w) for w in windows), _digest(windows), EPS_KEYS, EPS_VALUES, most_bits)
     thresholds = torch.stack([moments.attention.quantile(1 - SHARE) for moments in reading.layers])
     reading.finish()
     return ModelTransform(
-        fitted_model(model, profile, reading.shapes), calibrated, _kept(layers, most_bits), thresholds
+        fitted_model(model, profile, reading.shapes),
+        calibrated,
+        _kept(layers, most_bits),
+        thresholds,
+        _by_layer(_kept([sides for layer in heads for sides in layer], most_bits), heads),
     )
 
 
@@ -169,28 +176,66 @@ def _kept(layers: list[Sides], most_bits: float) -> tuple[Sides, ...]:
     return tuple(zip(sides[::2], sides[1::2], strict=True))
 
 
-def _fitted(moments: LayerMoments, maps: Tensor, shape: tuple[int, int, int]) -> Sides:
-    """Return the transforms of a layer's keys and values."""
-    n_kv_heads, key_dim, _ = shape
-    d_key = n_kv_heads * key_dim
-    mean = moments.sums / moments.tokens
-    keys, values = mean[:d_key], mean[d_key:]
-    return (
-        fit_side(
+def _by_layer(parts: Sequence[Sides], layers: Sequence[Sequence[Sides]]) -> tuple[tuple[Sides, ...], ...]:
+    """Return parts of single heads in turn by their layers."""
+    left = iter(parts)
+    return tuple(tuple(next(left) for _ in layer) for layer in layers)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _SideSums:
+    """What the transform of one side of a layer is fitted to: see `fit_side`."""
+
+    metric: Tensor
+    mean: Tensor
+    covariance: Tensor
+    samples: Tensor
+    eps: float
+
+    def fitted(self, part: slice) -> SideTransform:
+        """Return the transform of some neighbouring numbers of a token."""
+        return fit_side(
+            self.metric[part, part], self.mean[part], self.covariance[part, part], self.samples[:, part], self.eps
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _LayerSums:
+    """What the transforms of a layer's keys and values are fitted to, all KV heads side by side."""
+
+    key: _SideSums
+    value: _SideSums
+    n_heads: int
+
+    @classmethod
+    def of(cls, moments: LayerMoments, maps: Tensor, shape: tuple[int, int, int]) -> _LayerSums:
+        n_kv_heads, key_dim, _ = shape
+        d_key = n_kv_heads * key_dim
+        mean = moments.sums / moments.tokens
+        keys, values = mean[:d_key], mean[d_key:]
+        key = _SideSums(
             metric_of_keys(moments),
             keys,
             moments.key_products / moments.tokens - torch.outer(keys, keys),
             moments.samples[:, :d_key],
             EPS_KEYS,
-        ),
-        fit_side(
+        )
+        value = _SideSums(
             metric_of_values(moments, maps, n_kv_heads),
             values,
             moments.value_products / moments.tokens - torch.outer(values, values),
             moments.samples[:, d_key:],
             EPS_VALUES,
-        ),
-    )
+        )
+        return cls(key, value, n_kv_heads)
+
+    def fitted(self, head: int | None = None) -> Sides:
+        """Return the transforms of all heads of a token together, or of one alone."""
+        parts = [slice(0, len(side.mean)) for side in (self.key, self.value)]
+        if head is not None:
+            widths = [part.stop // self.n_heads for part in parts]
+            parts = [slice(head * width, (head + 1) * width) for width in widths]
+        return self.key.fitted(parts[0]), self.value.fitted(parts[1])
 
 
 class _Reading:
