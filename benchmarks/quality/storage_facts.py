@@ -161,13 +161,14 @@ def main() -> None:
     parser.add_argument("settings", nargs="+")
     parser.add_argument("--calibration", help="transform file; the one of millpond-models by default")
     parser.add_argument("--name", help="of the model in the rows; its own by default")
+    parser.add_argument("--dtype", default="auto", help="of the model; f32 is faster on a CPU that has no bf16")
     parser.add_argument("--text", type=Path, action="append", required=True)
     parser.add_argument("--contexts", type=int, default=14)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", type=Path, required=True, help="file of rows, which new ones are added to")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model, tokenizer = mp.load_model(args.model), mp.load_tokenizer(args.model)
+    model, tokenizer = mp.load_model(args.model, args.dtype), mp.load_tokenizer(args.model)
     transform = transform_of(model, args.calibration)
     rows = [json.loads(line) for line in args.rows.read_text().splitlines()] if args.rows.exists() else []
     known = {(row["model"], row["contexts"], row["number"], row["setting"]) for row in rows}
@@ -178,7 +179,8 @@ def main() -> None:
             key = {"model": args.name or args.model, "contexts": args.contexts, "number": number, "setting": setting}
             if tuple(key.values()) in known:
                 continue
-            row = {**key, "tokens": text.ids.shape[1], **asked(model, tokenizer, text, setting, transform)}
+            about = {"dtype": str(model.dtype).removeprefix("torch."), "tokens": text.ids.shape[1]}
+            row = {**key, **about, **asked(model, tokenizer, text, setting, transform)}
             with args.rows.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             print(number, row["tokens"], setting, sum(row["stated"]), f"{row['bytes']:.1%}", flush=True)

@@ -17,7 +17,7 @@ from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
 from millpond.engine.outputs import PrefixStats
 from millpond.engine.request import CacheOptions, Request
-from tests.helpers.hf.transform import ids, transform_of_tiny, unhooked
+from tests.helpers.hf.transform import ids, tiny, transform_of_tiny
 
 BLOCK = 32
 COMMON = ids(200, 11).tolist()
@@ -28,7 +28,7 @@ FIRST, SECOND = (COMMON + ids(101, seed).tolist() for seed in (12, 13))
 def engine_of(kind: str = "gqa", **options: Any) -> Engine:
     given = {"method": "full", "codec": "auto", "storage_codec": "transform:4", "storage_delay_s": 0.0}
     given |= {"calibration": transform_of_tiny(kind), "max_step_tokens": 100}
-    return Engine(unhooked(kind), **(given | options))
+    return Engine(tiny(kind), **(given | options))
 
 
 def request(prompt: list[int], name: str = "0", **rest: Any) -> Request:
@@ -67,7 +67,7 @@ def logprobs(completion: Any) -> torch.Tensor:
 
 
 def alone(prompt: list[int], **rest: Any) -> Any:
-    engine = Engine(unhooked("gqa"), method="full", codec="auto", prefix_cache=False)
+    engine = Engine(tiny("gqa"), method="full", codec="auto", prefix_cache=False)
     found = ask(engine, prompt, **rest)
     engine.close()
     return found
@@ -234,7 +234,7 @@ def test_formats_of_live_pages_have_codes_of_plain_numbers(codec: str) -> None:
     ask(engine, FIRST)
     stats = settle(engine)
     assert stats.coded_blocks == 7
-    for one in (engine, Engine(unhooked("wide"), method="full", codec=codec)):
+    for one in (engine, Engine(tiny("wide"), method="full", codec=codec)):
         found.append(logprobs(ask(one, SECOND, "1"))[:1])
         one.close()
     assert (found[0] - found[1]).abs() < 0.2
@@ -243,7 +243,7 @@ def test_formats_of_live_pages_have_codes_of_plain_numbers(codec: str) -> None:
 def test_a_server_codes_while_nothing_runs() -> None:
     async def use() -> PrefixStats:
         llm = AsyncLLM(
-            unhooked("gqa"),
+            tiny("gqa"),
             EngineConfig(
                 method="full",
                 codec="auto",

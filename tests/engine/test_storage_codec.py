@@ -15,14 +15,14 @@ from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
 from millpond.engine.request import Request
 from millpond.errors import CacheMismatchError, DataError, OptionError
-from tests.helpers.hf.transform import ids, transform_of_tiny, unhooked
+from tests.helpers.hf.transform import ids, tiny, transform_of_tiny
 
 CODEC = "transform:1.5"
 
 
 def engine_of(kind: str = "gqa", **options: Any) -> Engine:
     given = {"method": "full", "codec": "auto", "max_step_tokens": 100, "calibration": transform_of_tiny(kind)}
-    return Engine(unhooked(kind), storage_codec=CODEC, **(given | options))
+    return Engine(tiny(kind), storage_codec=CODEC, **(given | options))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_the_transform_file_is_checked(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"up to 1\.25 bits"):
         engine_of(calibration=small)
     with pytest.raises(OptionError, match="storage_codec"):
-        Engine(unhooked("gqa"), calibration=transform_of_tiny("gqa"))
+        Engine(tiny("gqa"), calibration=transform_of_tiny("gqa"))
 
 
 def samples_of(engine: Engine, prompts: list[list[int]]) -> list[torch.Tensor]:
@@ -84,7 +84,7 @@ def samples_of(engine: Engine, prompts: list[list[int]]) -> list[torch.Tensor]:
 @torch.no_grad()
 def by_whole_text(kind: str, prompt: list[int]) -> torch.Tensor:
     """The same by all queries of a pass over the whole text."""
-    model, transform = unhooked(kind), transform_of_tiny(kind)
+    model, transform = tiny(kind), transform_of_tiny(kind)
     seen: dict[int, torch.Tensor] = {}
     with mp.compress(model, "full") as cache:
 
@@ -112,7 +112,7 @@ def test_every_way_of_reading_a_prompt_is_sampled(kind: str, options: dict[str, 
 
 
 def test_no_samples_without_a_codec() -> None:
-    engine = Engine(unhooked("gqa"), method="full")
+    engine = Engine(tiny("gqa"), method="full")
     engine.add(Request(request_id="0", prompt=ids(40).tolist(), params=mp.SamplingParams(max_tokens=2)))
     state = engine._parts.requests["0"]
     engine.drain()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import millpond as mp
+from millpond.engine.engine import Engine
 from millpond.errors import DataError, OptionError, UnsupportedModelError
 from millpond.hf.calibration import attention_moments, transform
 from millpond.hf.calibration.attention_moments import (
@@ -224,3 +225,16 @@ def test_parts_of_single_heads_are_those_of_the_head_alone() -> None:
             assert [part.rows.shape[1] for part in parts] == [len(side.mean) // 2] * 2
             for part in parts:  # the columns undo the rows
                 torch.testing.assert_close(part.rows @ part.columns.T, torch.eye(part.n_rows), atol=0.1, rtol=0)
+
+
+def test_a_model_has_no_hooks_afterwards() -> None:
+    """Hooks of transformers would keep an engine from running the model without its modules."""
+    model = tiny.__wrapped__("gqa")
+    seen: list[str] = []
+    own = model.model.layers[0].register_forward_hook(lambda *_: seen.append("own"))
+    for _ in range(2):
+        calibrate_transform(model, [ids(512), ids(512, 1)], length=512)
+        assert [len(module._forward_hooks) for module in model.modules() if module._forward_hooks] == [1]
+    assert seen
+    own.remove()
+    Engine(model, method="full", deterministic=True).close()

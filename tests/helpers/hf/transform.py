@@ -81,12 +81,6 @@ def tiny(kind: str) -> Any:
     return model
 
 
-@cache
-def unhooked(kind: str) -> Any:
-    """The same model again, without the hooks that transformers leaves where hidden states were asked for."""
-    return tiny.__wrapped__(kind)
-
-
 def ids(n: int, seed: int = 0) -> Tensor:
     """A text (n,) of words that come again, behind the first token."""
     generator = torch.Generator().manual_seed(seed)

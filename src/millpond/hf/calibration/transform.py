@@ -32,6 +32,7 @@ from millpond.hf.calibration.attention_moments import (
     metric_of_keys,
     metric_of_values,
 )
+from millpond.hf.calibration.hidden_state_hooks import removed_afterwards
 from millpond.hf.calibration.load import model_mark, rotations_before_rope
 from millpond.hf.compress import compress
 from millpond.hf.model_profile import ModelProfile
@@ -101,9 +102,10 @@ def calibrate_transform(
     was_training = model.training
     model.train(False)
     try:
-        for done in range(reading.done, len(windows)):
-            progress(done, total)
-            reading.read(windows[done])
+        with removed_afterwards(model):
+            for done in range(reading.done, len(windows)):
+                progress(done, total)
+                reading.read(windows[done])
     finally:
         model.train(was_training)
     layers: list[Sides] = []
