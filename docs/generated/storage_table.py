@@ -54,8 +54,8 @@ def storage_facts() -> str:
     """Facts that stored texts and evicted caches still give, of those that the full cache gives, by model."""
     rows = [json.loads(line) for line in (RESULTS / "storage-facts.jsonl").read_text(encoding="utf-8").splitlines()]
     parts = []
-    for model in sorted({row["model"] for row in rows}):
-        own = [row for row in rows if row["model"] == model]
+    for model, dtype in sorted({(row["model"], row.get("dtype", "bfloat16")) for row in rows}):
+        own = [row for row in rows if (row["model"], row.get("dtype", "bfloat16")) == (model, dtype)]
         full = {row["number"]: row["stated"] for row in own if row["setting"] == "full"}
         outside = {row["number"]: row["outside"] for row in own if row["outside"]}
         table = []
@@ -82,7 +82,7 @@ def storage_facts() -> str:
         lengths = [row["tokens"] for row in own]
         head = ("setting", "bytes", "facts", "of these, no token of the answer is exact in any layer")
         parts.append(
-            f"{model}, {8 * len(full)} facts in texts of {min(lengths):,} to {max(lengths):,} tokens, counted where "
-            f"the full cache states them:\n\n{left(markdown_table(head, table))}"
+            f"{model} in {dtype}, {8 * len(full)} facts in texts of {min(lengths):,} to {max(lengths):,} tokens, "
+            f"counted where the full cache states them:\n\n{left(markdown_table(head, table))}"
         )
     return "\n".join(parts)
