@@ -61,8 +61,11 @@ def test_a_transform_file_and_a_text_stored_with_it(tmp_path: Path) -> None:
     out.rename(moved)
     assert "cannot be read" in wrong("ask", text, FILLER[:20], "--max-new-tokens", "2")
     assert right("ask", text, FILLER[:20], "--max-new-tokens", "2", "--calibration", str(moved)).stdout == answer
-    assert "'h2o' keeps other tokens" in wrong(*stored, "--calibration", str(moved), "--method", "h2o")
-    assert "has codes already" in wrong(*stored, "--calibration", str(moved), "--method", "full", "--codec", "int8")
+    given = (*stored, "--calibration", str(moved))
+    assert "tokens read" in right(*given, "--method", "snapkv", "--budget", "50%").stderr
+    assert right("ask", text, FILLER[:20], "--max-new-tokens", "2").stdout
+    assert "method 'cam': this method merges entries" in wrong(*given, "--method", "cam")
+    assert "has codes already" in wrong(*given, "--method", "full", "--codec", "int8")
 
 
 def test_options_of_the_other_codec(tmp_path: Path) -> None:

@@ -264,8 +264,6 @@ def test_transforms_of_others(tmp_path: Path) -> None:
 
 def test_caches_that_are_not_coded(tmp_path: Path) -> None:
     model, transform = tiny("gqa"), transform_of_tiny("gqa")
-    with mp.compress(model, "h2o", 100) as cache, pytest.raises(OptionError, match="'h2o' keeps other tokens in each"):
-        TextStorage(cache, "transform:1.5", transform)
     with mp.compress(model, "full", codec="f16") as cache:
         TextStorage(cache, "transform:1.5", transform)
     with mp.compress(model, "full") as cache, torch.no_grad():

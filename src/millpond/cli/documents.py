@@ -39,7 +39,7 @@ def remember(
         str | None,
         optional(
             metavar="transform:BITS",
-            help="Store every token in BITS a number (0.5 to 4), such as transform:1.5; --calibration is its file.",
+            help="Store what is kept in BITS a number (0.5 to 4), such as transform:1.5; --calibration is its file.",
         ),
     ] = None,
     chat: Annotated[
@@ -53,7 +53,8 @@ def remember(
     """Read a text, compress its KV cache, and write that to a file for `millpond ask`.
 
     A budget without a method is kvzip's, which does not need to know the questions. With a storage codec nothing is
-    evicted, and all but the first, the newest and the most attended tokens are codes in the file.
+    evicted but by a method or a budget that is given, and all but the first, the newest and the most attended tokens
+    are codes in the file.
     """
     text, cache_options = source.read(), cache.for_compress()
     if storage_codec is not None:

@@ -291,7 +291,7 @@ class MillpondCache(Cache):
     def watch(self, observer: Observer | None) -> None:
         """Call `observer` with the queries and entries of each layer and pass; None to stop.
 
-        It is called before entries are stored.
+        It is called before entries are stored, and not for passes that repeat a text (KVzip).
         """
         for layer in self.layers:
             if isinstance(layer, MillpondLayer):

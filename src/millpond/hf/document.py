@@ -17,12 +17,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.budget import Budget
+from millpond.cache.coded.kept_tensors import KeptDecoder
 from millpond.cache.coded.text import unit_of
 from millpond.cache.serialization import from_tensors, to_tensors
 from millpond.cache.state.span_marks import shares_of_tensors
 from millpond.cache.state.spans import spans_of_tensor
 from millpond.cache.types import RotaryEmbedding
 from millpond.codec.presets import before_means
+from millpond.codec.transform.storage_codec import parse_storage_codec
 from millpond.errors import CacheMismatchError, DataError, OptionError
 from millpond.hf.cache import MillpondCache
 from millpond.hf.calibration.load import rotations_before_rope
@@ -31,7 +33,7 @@ from millpond.hf.model_support import supported, unwrapped
 from millpond.hf.prompt_parts import part_size
 from millpond.hf.state_layers import States
 from millpond.hf.stored_text import StoredText
-from millpond.hf.text_storage import TextStorage, TransformSource, transform_of
+from millpond.hf.text_storage import CODED, KEPT, TextStorage, TransformSource, transform_of
 from millpond.models.cache_argument import cache_argument
 
 #: Prefix of the names; a layer's entries have its number there.
@@ -78,8 +80,6 @@ def restore_states(states: States, stored: dict[str, Tensor], device: torch.devi
 FORMAT = "millpond-document-3"
 #: Files from before pages held means of keys, which are read as formats of that time.
 BEFORE_MEANS = "millpond-document-2"
-#: Files whose entries are codes of the codec `transform`.
-CODED = "millpond-document-coded-1"
 #: Numbers of each parameter that distinguish models.
 MARKED_NUMBERS = 64
 
@@ -128,8 +128,9 @@ def save_document(
     for layer_cache in cache.layer_caches:
         if layer_cache.pending:
             layer_cache.run_plans()
-    if storage is not None:
-        tensors = storage.encoded(cache, unit_of(ids))
+    codes = None if storage is None else storage.encoded(cache, unit_of(ids))
+    if codes is not None:
+        tensors = codes.tensors
     else:
         tensors = {
             f"{layer_cache.index}.{name}": t
@@ -157,8 +158,8 @@ def save_document(
     except TypeError as error:
         raise OptionError(f"options {settings['options']} cannot be written down ({error}): give texts") from None
     facts = {"format": FORMAT, "settings": settings_text, "model": fingerprint(model), "note": note}
-    if storage is not None:
-        facts |= {"format": CODED, "storage": storage.codec.name, "transform": storage.transform.digest()}
+    if codes is not None:
+        facts |= codes.facts
     facts["checksum"] = checksum(facts, tensors)
     try:
         save_file(tensors, path, facts)
@@ -203,7 +204,7 @@ def restore_document(
             "load that one, or read the text again"
         )
     stored_text = None
-    if facts["format"] == CODED:
+    if facts["format"] in (CODED, KEPT):
         stored_text = _stored_text(model, facts, tensors, calibration)
     elif calibration is not None:
         raise OptionError(f"calibration: {os.fspath(path)!r} was stored without a storage codec; leave it out")
@@ -248,22 +249,31 @@ def restore_document(
 
 def _stored_text(
     model: PreTrainedModel, facts: Mapping[str, str], tensors: Mapping[str, Tensor], calibration: TransformSource
-) -> StoredText:
+) -> StoredText | KeptDecoder:
     """Return what decodes the layers of a coded text.
 
     Raises:
         OptionError: no transform is given.
         CacheMismatchError: it is of another model, or not the one that the text was stored with.
-        DataError: it cannot be read.
+        DataError: it cannot be read, or the file names no codec.
     """
     transform = transform_of(model, calibration)
-    if transform.digest() != facts.get("transform"):
+    by_head = facts.get("heads")
+    heads = transform.digest_of_heads() if by_head is not None else None
+    if transform.digest() != facts.get("transform") or heads != by_head:
         raise CacheMismatchError(
             "this transform file is not the one that the text was stored with: give that one, or read the text again"
         )
     rotations: list[RotaryEmbedding | None] = [*rotations_before_rope(supported(unwrapped(model)))]
     ids = tensors["ids"]
-    return StoredText(transform, rotations, ids.shape[-1], unit_of(ids), model.dtype, model.device)
+    text = (ids.shape[-1], unit_of(ids), model.dtype, model.device)
+    if facts["format"] == CODED:
+        return StoredText(transform, rotations, *text)
+    try:
+        bits = parse_storage_codec(facts.get("storage", "")).bits
+    except OptionError as error:
+        raise DataError(f"the text was stored in a codec that there is not ({error}); read it again") from None
+    return KeptDecoder(transform, bits, rotations, *text)
 
 
 def document_note(path: str | os.PathLike[str]) -> str:
@@ -277,7 +287,8 @@ def document_note(path: str | os.PathLike[str]) -> str:
 
 def checksum(facts: dict[str, str], tensors: dict[str, Tensor]) -> str:
     """Return the SHA-256 of a document's other facts and of each tensor with its name, in hex."""
-    names = ["format", "settings", "model", "note"] + ["storage", "transform"] * (facts.get("format") == CODED)
+    names = ["format", "settings", "model", "note"]
+    names += {CODED: ["storage", "transform"], KEPT: ["storage", "transform", "heads"]}.get(facts.get("format", ""), [])
     return digest_of({name: facts.get(name) for name in names}, tensors)
 
 
@@ -306,7 +317,7 @@ def _read(path: str | os.PathLike[str], *, tensors: bool = True) -> tuple[dict[s
     try:
         with safe_open(name, "pt") as file:
             facts = file.metadata() or {}
-            if facts.get("format") not in (FORMAT, BEFORE_MEANS, CODED):
+            if facts.get("format") not in (FORMAT, BEFORE_MEANS, CODED, KEPT):
                 raise DataError(f"{name!r} is no document of this Millpond: its format is {facts.get('format')!r}")
             return facts, {key: file.get_tensor(key) for key in file.keys() if tensors}  # noqa: SIM118 (no dictionary)
     except (OSError, SafetensorError) as error:

@@ -92,7 +92,7 @@ class MillpondLayer(CacheLayerMixin):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> Tensor:
         """See `LayerCache.attend`; the model made k and v from the result of `update`."""
         k, v = self.layer_cache.after_rope(k, v)
-        if self.observer is not None:
+        if self.observer is not None and self.layer_cache.probe is None:
             self.observer(self.index, q, k, v, mask, shape)
         out = self.draft_rollback.attend(self.layer_cache, q, k, v, mask, shape)
         if not self.draft_rollback.recording:

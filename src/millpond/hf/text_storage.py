@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millpond.cache.coded.entries import moments, projected
+from millpond.cache.coded.kept import Kept, KeptEncoder
+from millpond.cache.coded.kept_tensors import kept_tensors
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.serialization import to_tensors
 from millpond.codec import codecs_of, resolve
@@ -22,6 +25,7 @@ from millpond.codec.transform.exact_tokens import (
     UNIT,
     above,
     attention_per_query,
+    attention_to_kept,
     most_attended,
 )
 from millpond.codec.transform.page import TOKENS, PageAddress
@@ -34,15 +38,35 @@ from millpond.hf.calibration.load import model_mark, rotations_before_rope
 from millpond.hf.calibration.transform import fitted_model
 from millpond.hf.model_profile import ModelProfile, entry_dims, named
 from millpond.hf.model_support import supported, unwrapped
+from millpond.hf.signals.rotary import ModelRotation
 from millpond.kernels.args import AttentionShape
 from millpond.models.installed import transform_files
+from millpond.policy.codec_refusal import storage_refusal
+from millpond.policy.scores.attention import Recency
 
 #: A transform, or its file.
 TransformSource = ModelTransform | str | os.PathLike[str] | None
+#: Formats of documents whose entries are codes: of a text that is held whole, and of one that is not.
+CODED, KEPT = "millpond-document-coded-1", "millpond-document-coded-kept-1"
 #: What a layer of the method `full` holds; other methods hold more.
 _PLAIN = {"keys", "values", "positions", "scores", "lens", "capacities", "recent", "head_rules", "shape"}
 #: Numbers of a layer that are stored as they are.
 SMALL = ("capacities", "recent", "head_rules", "shape")
+#: First words of the names of what else a layer may hold of a text of which entries were evicted.
+_STATE = {"queries", "moments", "gate"}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCodes:
+    """Layers of a text as a document holds them.
+
+    Attributes:
+        facts: Format, codec and transform, as texts.
+        tensors: On the CPU, by name.
+    """
+
+    facts: Mapping[str, str]
+    tensors: dict[str, Tensor]
 
 
 def transform_of(model: PreTrainedModel, source: TransformSource) -> ModelTransform:
@@ -98,15 +122,17 @@ class TextStorage:
     """Codec of one text that a cache reads after this was made, for `save_document`.
 
     Args:
-        cache: Empty cache of the method `full` in plain numbers.
+        cache: Empty cache in plain numbers, of the method `full` or of one that evicts.
         codec: Name such as "transform:1.5".
         calibration: The model's transform or its file.
         adapt: Whether means, scales and bits are fitted to the text; else they are the calibration's.
         by_unit: Whether a token is exact by the queries of its own 256 tokens and the threshold of the file, which
-            later tokens do not change; else the 1 % are exact that all sampled queries of the text attend to most.
+            later tokens do not change; else the 1 % are exact that all sampled queries of the text attend to most. For
+            the method `full` alone.
 
     Raises:
-        OptionError: no such codec, no file, one of fewer bits, or a cache whose method or number format has no codes.
+        OptionError: no such codec, no file, one of fewer bits or without parts for single heads where the method needs
+            them, or a cache whose method or number format has no codes.
         CacheMismatchError: a transform of another model, or a cache that has read something.
         DataError: the file cannot be read.
     """
@@ -125,8 +151,12 @@ class TextStorage:
         if model is None or cache.get_seq_length():
             raise CacheMismatchError("a storage codec looks at the queries of the text: set it before one is read")
         _check_plain(cache, self.codec.name)
+        if by_unit and not cache.policy.keeps_all:
+            raise OptionError("by_unit judges tokens of whole units of 256, and this cache evicts some: leave it out")
         self.transform = transform_of(model, calibration)
         self.transform.check_bits(self.codec.bits)
+        if _heads_differ(cache) and any(heads > 1 for heads, _, _ in self.transform.model.shapes):
+            self.transform.digest_of_heads()
         self.adapt, self.by_unit = adapt, by_unit
         self._queries: dict[int, list[Tensor]] = {}
         self._seen: dict[int, int] = {}
@@ -139,8 +169,8 @@ class TextStorage:
         self._queries.setdefault(number, []).append(q[0, :, first::QUERY_STEP].clone())
         self._seen[number] = begin + q.shape[2]
 
-    def encoded(self, cache: MillpondCache, unit: int) -> dict[str, Tensor]:
-        """Return all layers as named tensors: pages, headers and exact tokens, on the CPU.
+    def encoded(self, cache: MillpondCache, unit: int) -> StoredCodes:
+        """Return all layers as named tensors: pages, headers and exact tokens.
 
         Args:
             cache: The cache, after the text.
@@ -153,11 +183,48 @@ class TextStorage:
         model = cache.model()
         assert model is not None, "the caller checked it"
         rotations = rotations_before_rope(supported(unwrapped(model)))
+        facts = {"format": CODED, "storage": self.codec.name, "transform": self.transform.digest()}
+        if cache.policy.keeps_all and not cache.tracker.marks.dropped:
+            return StoredCodes(facts, self._whole(cache, unit, model.device, rotations))
+        facts["format"] = KEPT
+        if self.transform.heads:
+            facts["heads"] = self.transform.digest_of_heads()
+        return StoredCodes(facts, self._kept(cache, unit, model.device, rotations))
+
+    def _kept(
+        self, cache: MillpondCache, unit: int, device: torch.device, rotations: list[ModelRotation | None]
+    ) -> dict[str, Tensor]:
+        """Return the layers of a text of which entries were evicted or forgotten."""
+        n_tokens = int(cache.tracker.seen[0])
+        encoder, layers = KeptEncoder(self.transform, self.codec.bits, rotations, self.adapt), []
+        for nth, (number, layer_cache) in enumerate(cache.entry_layers.items()):
+            stored = to_tensors(layer_cache)
+            if not {name.partition(".")[0] for name in stored} <= _PLAIN | _STATE:
+                raise OptionError(f"storage codec {self.codec.name!r}: layer {number} holds more than its entries")
+            kept = Kept.of(stored, device)
+            self._check_shapes(number, nth, kept.keys, kept.values)
+            queries, at = self._sampled(number, n_tokens, device)
+            encoder.add(kept, attention_to_kept(queries, at, kept.keys, kept.positions, layer_cache.attention.shape))
+            layers.append((layer_cache.index, stored))
+        tensors: dict[str, Tensor] = {}
+        for (index, stored), parts in zip(layers, encoder.coded(unit), strict=True):
+            named = kept_tensors(stored, parts, n_tokens)
+            tensors |= {f"{index}.{name}": tensor.contiguous() for name, tensor in named.items()}
+        return tensors
+
+    def _check_shapes(self, number: int, nth: int, keys: Tensor, values: Tensor) -> None:
+        shapes = (len(keys), keys.shape[2], values.shape[2])
+        if shapes != self.transform.model.shapes[nth]:
+            raise CacheMismatchError(f"layer {number} has shapes {shapes}, which the transform file has not")
+
+    def _whole(
+        self, cache: MillpondCache, unit: int, device: torch.device, rotations: list[ModelRotation | None]
+    ) -> dict[str, Tensor]:
+        """Return the layers of a text that is held whole."""
         layers, exact, projections, sums = [], [], [], []
         for nth, (number, layer_cache) in enumerate(cache.entry_layers.items()):
-            layer = _LayerEntries.of(layer_cache, self.codec.name, model.device)
-            if layer.shapes != self.transform.model.shapes[nth]:
-                raise CacheMismatchError(f"layer {number} has shapes {layer.shapes}, which the transform file has not")
+            layer = _LayerEntries.of(layer_cache, self.codec.name, device)
+            self._check_shapes(number, nth, layer.keys, layer.values)
             mask = self._exact(number, layer, float(self.transform.thresholds[nth]))
             coded = (layer.keys[:, : layer.coded], layer.values[:, : layer.coded])
             z = projected(self.transform.layers[nth], *coded, layer.first, rotations[nth])
@@ -186,10 +253,8 @@ class TextStorage:
 
     def _exact(self, number: int, layer: _LayerEntries, threshold: float) -> Tensor:
         """Return which of the held tokens are stored as they are, (n,) bool."""
-        if self._seen.get(number, 0) != layer.first + layer.n:
-            raise CacheMismatchError(f"layer {number}: the storage codec has not seen all queries of this text")
-        queries = torch.cat(self._queries[number], 1).to(layer.keys.device)
-        at = torch.arange(queries.shape[1], device=queries.device) * QUERY_STEP + QUERY_STEP - 1 - layer.first
+        queries, at = self._sampled(number, layer.first + layer.n, layer.keys.device)
+        at = at - layer.first
         unit = UNIT if self.by_unit else layer.n
         attention = attention_per_query(queries[:, at >= 0], at[at >= 0], layer.keys, layer.shape, unit)
         mask = torch.zeros_like(attention, dtype=torch.bool)
@@ -198,6 +263,17 @@ class TextStorage:
         middle = attention[sinks : layer.coded]
         mask[sinks : layer.coded] = above(middle, threshold) if self.by_unit else most_attended(middle)
         return mask.cpu()
+
+    def _sampled(self, number: int, n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return sampled queries (Hq, m, D) of a layer, and their positions (m,).
+
+        Raises:
+            CacheMismatchError: they are not those of all tokens.
+        """
+        if self._seen.get(number, 0) != n_tokens:
+            raise CacheMismatchError(f"layer {number}: the storage codec has not seen all queries of this text")
+        queries = torch.cat(self._queries[number], 1).to(device)
+        return queries, torch.arange(queries.shape[1], device=device) * QUERY_STEP + QUERY_STEP - 1
 
     def _headers(self, sums: list[tuple[Tensor, Tensor]]) -> list[LayerHeader]:
         layers = self.transform.layers
@@ -252,23 +328,23 @@ class _LayerEntries:
         small = {name: stored[name] for name in SMALL}
         return cls(layer_cache.index, first, n, pages * TOKENS, keys, values, layer_cache.attention.shape, small)
 
-    @property
-    def shapes(self) -> tuple[int, int, int]:
-        return (len(self.keys), self.keys.shape[2], self.values.shape[2])
+
+def _heads_differ(cache: MillpondCache) -> bool:
+    """Whether the heads of a layer may keep other tokens each."""
+    policy = cache.policy
+    return not (policy.keeps_all or policy.shared or isinstance(policy.score, Recency))
 
 
 def _check_plain(cache: MillpondCache, codec: str) -> None:
-    """Check that a cache keeps every token in plain numbers.
+    """Check that a cache keeps entries as they are, in plain numbers.
 
     Raises:
         OptionError: it does not.
     """
-    settings, policy = cache.settings or {}, cache.policy
-    if not policy.keeps_all or policy.takes_budget:
-        raise OptionError(
-            f"storage codec {codec!r} codes a token in all heads together, and method {settings.get('method')!r} keeps "
-            "other tokens in each: use the method 'full', without a budget"
-        )
+    settings = cache.settings or {}
+    reason = storage_refusal(cache.policy)
+    if reason is not None:
+        raise OptionError(f"storage codec {codec!r} with method {settings.get('method')!r}: {reason}")
     if codecs_of(resolve(settings.get("codec", "auto"))):
         raise OptionError(
             f"storage codec {codec!r} is made from plain numbers, and codec {settings['codec']!r} has codes already: "

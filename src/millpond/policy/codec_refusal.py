@@ -7,6 +7,7 @@ from typing import Protocol
 from millpond.codec.spec import Codec
 from millpond.policy.head_allocation import HeadAllocation
 from millpond.policy.merging import Merge
+from millpond.policy.needs import Needs
 
 #: What to do where a method and a number format do not compose.
 WAY_OUT = "use codec='bf16', or another method"
@@ -35,6 +36,30 @@ class StoringPolicy(Protocol):
 
     @property
     def decode_allocation(self) -> HeadAllocation: ...
+
+    @property
+    def needs(self) -> Needs: ...
+
+
+def storage_refusal(policy: StoringPolicy) -> str | None:
+    """Return why entries cannot become codes of a storage codec, with the way out, or None.
+
+    Args:
+        policy: Policy whose entries they are.
+    """
+    if policy.merge is not None:
+        return (
+            "this method merges entries, and a merged one is none of the numbers that a transform is fitted to; use a "
+            "method that drops them (h2o, snapkv, kvzip)"
+        )
+    if policy.positions == "cache_relative":
+        return (
+            "this method turns stored keys to positions in the cache, and codes are made of keys turned back from "
+            "those of the text; give positions='absolute'"
+        )
+    if policy.needs.block_lookup is not None:
+        return "this method finds entries by means of blocks of keys, which codes would change; use method 'full'"
+    return None
 
 
 def codec_refusal(policy: StoringPolicy, codec: Codec) -> str | None:

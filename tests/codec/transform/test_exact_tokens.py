@@ -11,6 +11,7 @@ from millpond.codec.transform.exact_tokens import (
     above,
     attention_per_query,
     attention_rows,
+    attention_to_kept,
     most_attended,
 )
 from millpond.kernels.args import AttentionShape
@@ -80,6 +81,28 @@ def test_queries_see_themselves_and_what_is_before_them() -> None:
     assert rows.shape == (4, 1, 40)
     assert float(rows[..., 21:].sum()) == 0
     torch.testing.assert_close(rows.sum(-1), torch.ones(4, 1))
+
+
+def test_attention_to_what_each_head_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With loops: a query attends to what its own head holds, a query before all of it to nothing."""
+    (q, k), at, shape = heads(), torch.arange(15, 96, 16), AttentionShape(0.25, 2.0, 70)
+    kept = [[3, 20, 41, 60, 90], [31, 33, 80]]
+    positions = torch.tensor([kept[0], kept[1] + [-1, -1]])
+    keys = k.gather(1, positions.clamp(min=0)[..., None].expand(-1, -1, 16))
+    expected = torch.zeros(2, 5)
+    for head, own in enumerate(kept):
+        for place, t in enumerate(own):
+            asked = [i for i in at.tolist() if 0 < i - t < 70]
+            for i in asked:
+                seen = [j for j in own if 0 <= i - j < 70]
+                for one in (2 * head, 2 * head + 1):
+                    logits = 2 * torch.tanh(k[head, seen].double() @ q[one, i].double() * 0.25 / 2)
+                    expected[head, place] += logits.softmax(0)[seen.index(t)] / 2
+            expected[head, place] /= max(len(asked), LEAST_QUERIES)
+    for together in (256, 2):
+        monkeypatch.setattr(exact_tokens, "UNIT", together)
+        found = attention_to_kept(q[:, at], at, keys, positions, shape)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_exact_by_threshold_and_by_rank() -> None:

@@ -66,6 +66,19 @@ def test_bits_go_where_a_bit_lowers_the_distortion_most() -> None:
         assert given == best[1]
 
 
+def test_a_bit_of_a_part_counts_as_often_as_it_has_tokens() -> None:
+    parts = [torch.tensor([[8.0, 2.0, 0.5], [1.0, 0.3, 0.1]]), torch.tensor([[4.0, 1.0, 0.9]])]
+    for total in range(20):
+        given = allocate(parts, total, [5, 2])
+        assert sum(n * int(bits.sum()) for n, bits in zip([5, 2], given, strict=True)) <= total
+        # the same order of bits as with one token each
+        assert any(
+            all(torch.equal(a, b) for a, b in zip(given, allocate(parts, bits), strict=True)) for bits in range(7)
+        )
+    assert [part.tolist() for part in allocate(parts, 12, [5, 2])] == [[2, 0], [1]]
+    assert [part.tolist() for part in allocate(parts, 6, [0, 3])] == [[2, 2], [2]]
+
+
 def test_a_drop_is_no_larger_than_the_one_before_it() -> None:
     """A bit that helps only behind one that does not counts as little as that one."""
     given = allocate([torch.tensor([[4.0, 3.875, 0.0]]), torch.tensor([[2.0, 1.0, 0.75]])], 2)

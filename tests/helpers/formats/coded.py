@@ -1,4 +1,4 @@
-"""The kept text, turn and request in the codec `transform`, and the transform file that they were written with."""
+"""The kept texts, turn and request in the codec `transform`, and the transform files that they were written with."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import millpond as mp
+from millpond.cache.coded.kept_tensors import KeptDecoder
 from millpond.cache.coded.text import unit_of
 from millpond.codec.transform.coding import decode
 from millpond.codec.transform.page import PageAddress
@@ -25,8 +26,12 @@ from tests.helpers.formats.model import DATA, greedy, ids, of_heads, prompt
 
 FOLDER = DATA / "coded"
 TRANSFORM, TEXT = FOLDER / "transform.safetensors", FOLDER / "text"
+#: A transform file with parts for single heads, and a text whose heads hold other tokens each.
+WITH_HEADS, KEPT = FOLDER / "transform-2.safetensors", FOLDER / "text-kept"
 SESSIONS, UNDER_WAY = FOLDER / "sessions", FOLDER / "request-under-way"
 LENGTH = 170
+#: Of the text whose heads hold other tokens each, so long that some have a header of their own.
+KEPT_LENGTH = 270
 #: Tokens of the prompts of the turn and the request, of which enough are coded for a header of their own.
 TURN = 240
 OPTIONS: dict[str, Any] = {
@@ -76,6 +81,49 @@ def coded_content(question: int) -> tuple[dict[str, Any], float]:
     with cache:
         tokens, margin = greedy(call, torch.cat([text, ids(5, question)], 1), NEW, cache)
     return {"question": question, "codec": about["storage"], "decoded": found, "tokens": tokens}, margin
+
+
+@torch.no_grad()
+def write_kept() -> None:
+    """Write the text whose heads hold other tokens each, and its transform file."""
+    call: Any = of_heads(8)
+    transform = mp.calibrate_transform(call, [ids(400, seed)[0] for seed in range(20, 23)], most_bits=2.5)
+    transform.save(WITH_HEADS)
+    text = ids(KEPT_LENGTH)
+    with mp.compress(call, "ada", 170, "auto", page_slots=8) as cache:
+        storage = mp.TextStorage(cache, "transform:1.5", WITH_HEADS)
+        call(text, cache=cache)
+        mp.save_document(cache, text, KEPT, storage=storage)
+
+
+@torch.no_grad()
+def kept_content(question: int) -> tuple[dict[str, Any], float]:
+    """What the text holds: where, digests of the numbers without RoPE as torch decodes them, which are equal bits on
+    every machine, and tokens behind a question, with their least margin."""
+    call: Any = of_heads(8)
+    about, stored = parts(KEPT)
+    transform, found = load_transform(WITH_HEADS), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MILLPOND_KERNELS", "reference")
+        decoder = KeptDecoder(
+            transform,
+            1.5,
+            [None] * len(transform.layers),
+            KEPT_LENGTH,
+            unit_of(stored["ids"]),
+            torch.float32,
+            torch.device("cpu"),
+        )
+        for nth in range(len(transform.layers)):
+            own = {name.removeprefix(f"{nth}."): t for name, t in stored.items() if name.startswith(f"{nth}.")}
+            layer = decoder.layer(nth, own)
+            found.append([hashlib.sha256(layer[name].numpy().tobytes()).hexdigest() for name in ("keys", "values")])
+    cache, text = mp.restore_document(call, KEPT, calibration=WITH_HEADS)
+    with cache:
+        positions = [cache.positions(layer) for layer in cache.stats().entry_layers]
+        tokens, margin = greedy(call, torch.cat([text, ids(5, question)], 1), NEW, cache)
+    said = {"question": question, "codec": about["storage"], "format": about["format"], "positions": positions}
+    return said | {"decoded": found, "tokens": tokens}, margin
 
 
 def write_coded_turn() -> list[int]:

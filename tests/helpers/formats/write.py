@@ -3,9 +3,9 @@
 Parts: "texts" after a change of options or routes that is meant; "tokens" and "files" only where a format gets a new
 version or a method new results, and then the old files stay beside the new ones. "unread" writes the kept request with
 all its fields anew, after one of them was added that has a default: the file of before must still be read, as
-`tests/formats` has shown before. "coded" writes the text in the codec `transform` alone, and "coded-sequences" the turn
-and the request in it. "bits" prints a hash of the
-bits of each run on this machine, and writes nothing.
+`tests/formats` has shown before. "coded" writes the text in the codec `transform` alone, "coded-kept" one whose heads
+hold other tokens each, and "coded-sequences" the turn and the request in it. "bits" prints a hash of the bits of each
+run on this machine, and writes nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ import torch
 from tests.helpers.formats import engine_files, runs, texts
 from tests.helpers.formats.coded import (
     coded_content,
+    kept_content,
     second_coded_turn,
     write_coded,
     write_coded_request,
     write_coded_turn,
+    write_kept,
 )
 from tests.helpers.formats.documents import write_documents
 from tests.helpers.formats.files import write_chat, write_files
@@ -46,6 +48,7 @@ def write_all_files() -> None:
     found["files"] = write_files()
     found["documents"] = write_documents()
     found["coded"] = _coded()
+    found["coded kept"] = _coded_kept()
     found |= _coded_sequences()
     engine_files.write_weights()
     found["weights"] = sure(lambda seed: engine_files.streamed(engine_files.WEIGHTS, engine_files.PLAN, seed), COARSE)
@@ -64,6 +67,11 @@ def _coded() -> dict[str, Any]:
     return sure(coded_content)
 
 
+def _coded_kept() -> dict[str, Any]:
+    write_kept()
+    return sure(kept_content)
+
+
 def _coded_sequences() -> dict[str, Any]:
     said = write_coded_turn()
     return {
@@ -75,6 +83,11 @@ def _coded_sequences() -> dict[str, Any]:
 def write_coded_sequences_alone() -> None:
     """A turn and a request in the codec `transform` beside the other files, which stay."""
     _write(CONTENT, {**json.loads(CONTENT.read_text(encoding="utf-8")), **_coded_sequences()})
+
+
+def write_coded_kept_alone() -> None:
+    """A text in the codec `transform` whose heads hold other tokens each beside the other files, which stay."""
+    _write(CONTENT, {**json.loads(CONTENT.read_text(encoding="utf-8")), "coded kept": _coded_kept()})
 
 
 def write_coded_alone() -> None:
@@ -115,6 +128,7 @@ def main(asked: list[str]) -> None:
     parts = {
         "files": write_all_files,
         "coded": write_coded_alone,
+        "coded-kept": write_coded_kept_alone,
         "coded-sequences": write_coded_sequences_alone,
         "tokens": write_tokens,
         "texts": write_texts,

@@ -1,4 +1,4 @@
-"""Entries of neighbouring tokens as numbers of the codec `transform`, and back: RoPE is undone, and done again."""
+"""Entries of some tokens as numbers of the codec `transform`, and back: RoPE is undone, and done again."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from millpond.codec.transform.coding import decode, project
 from millpond.codec.transform.page import TOKENS, PageAddress
 from millpond.codec.transform.prompt_header import LayerHeader, Sides
 
+#: Positions of some tokens: that of the first of neighbours, or those of all, (n,) int64.
+Positions = int | Tensor
+
 
 def projected(
-    sides: Sides, keys: Tensor, values: Tensor, first: int, rotary: RotaryEmbedding | None
+    sides: Sides, keys: Tensor, values: Tensor, positions: Positions, rotary: RotaryEmbedding | None
 ) -> tuple[Tensor, Tensor]:
-    """Return z of the keys and of the values of neighbouring tokens.
+    """Return z of the keys and of the values of some tokens.
 
     It is (n, r) float32 each, on the CPU.
 
@@ -22,15 +25,17 @@ def projected(
         sides: Transforms of the layer.
         keys: (H, n, D) after RoPE.
         values: (H, n, V).
-        first: Position of the first token.
+        positions: Positions of the tokens.
         rotary: Rotation of the keys; None if they have none.
     """
     key, value = (side.to(keys.device) for side in sides)
-    of_keys, of_values = before_rope(keys, values, first, rotary)
+    of_keys, of_values = before_rope(keys, values, positions, rotary)
     return project(key, of_keys).cpu(), project(value, of_values).cpu()
 
 
-def before_rope(keys: Tensor, values: Tensor, first: int, rotary: RotaryEmbedding | None) -> tuple[Tensor, Tensor]:
+def before_rope(
+    keys: Tensor, values: Tensor, positions: Positions, rotary: RotaryEmbedding | None
+) -> tuple[Tensor, Tensor]:
     """Return keys without their rotation, and values, all KV heads of a token side by side.
 
     They are (n, H D) and (n, H V) float32.
@@ -38,13 +43,12 @@ def before_rope(keys: Tensor, values: Tensor, first: int, rotary: RotaryEmbeddin
     Args:
         keys: (H, n, D) after RoPE.
         values: (H, n, V).
-        first: Position of the first token.
+        positions: Positions of the tokens.
         rotary: Rotation of the keys; None if they have none.
     """
     keys = keys.float()
     if rotary is not None and keys.shape[1]:
-        positions = torch.arange(first, first + keys.shape[1], device=keys.device)
-        keys = rotary.rotate(keys[None], positions[None], inverse=True)[0]
+        keys = rotary.rotate(keys[None], _all_of(positions, keys)[None], inverse=True)[0]
     return joined(keys), joined(values.float())
 
 
@@ -54,7 +58,7 @@ def decoded(
     pages: Tensor,
     address: PageAddress,
     shape: tuple[int, int, int],
-    first: int,
+    positions: Positions,
     rotary: RotaryEmbedding | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the tokens of pages: keys (H, n, D) after RoPE and values (H, n, V), float32.
@@ -65,7 +69,7 @@ def decoded(
         pages: (P, bytes) uint8; n is 32 P.
         address: Where they belong.
         shape: H, D and V.
-        first: Position of the first token.
+        positions: Positions of the tokens.
         rotary: Rotation of the keys; None if they have none.
 
     Raises:
@@ -78,8 +82,7 @@ def decoded(
         for side, dim in zip(decode(sides, header, pages, address), dims, strict=True)
     )
     if rotary is not None and n:
-        positions = torch.arange(first, first + n, device=keys.device)
-        keys = rotary.rotate(keys[None], positions[None])[0]
+        keys = rotary.rotate(keys[None], _all_of(positions, keys)[None])[0]
     return keys, values
 
 
@@ -92,6 +95,13 @@ def moments(z: Tensor, coded: Tensor) -> tuple[Tensor, Tensor]:
     if not len(chosen):
         return z.new_zeros(z.shape[1]), z.new_ones(z.shape[1])
     return chosen.mean(0).float(), chosen.std(0, correction=0).float()
+
+
+def _all_of(positions: Positions, keys: Tensor) -> Tensor:
+    """Return the positions (n,) of keys (H, n, D), on their device."""
+    if isinstance(positions, Tensor):
+        return positions.to(keys.device)
+    return torch.arange(positions, positions + keys.shape[1], device=keys.device)
 
 
 def joined(x: Tensor) -> Tensor:

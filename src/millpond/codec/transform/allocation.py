@@ -24,7 +24,7 @@ def check_bits(bits: float) -> float:
     return bits
 
 
-def allocate(distortions: Sequence[Tensor], total: int) -> list[Tensor]:
+def allocate(distortions: Sequence[Tensor], total: int, tokens: Sequence[int] | None = None) -> list[Tensor]:
     """Return the bits of every dimension, `total` of them together.
 
     The drops D(b) - D(b + 1) of all dimensions, none larger than the one before it in its dimension, are taken in
@@ -33,6 +33,7 @@ def allocate(distortions: Sequence[Tensor], total: int) -> list[Tensor]:
     Args:
         distortions: For each side of each layer (rows, 1 + most bits) float32, in one unit.
         total: Bits to give; no more than all dimensions can take are given.
+        tokens: How many tokens each part has: a bit of its dimensions counts as many of `total`. None: one each.
 
     Returns:
         For each part (rows,) uint8.
@@ -40,7 +41,13 @@ def allocate(distortions: Sequence[Tensor], total: int) -> list[Tensor]:
     device = distortions[0].device
     together = torch.cat([part.cpu().double() for part in distortions])
     drops = (together[:, :-1] - together[:, 1:]).clamp(min=0).cummin(1).values
-    order = drops.flatten().argsort(descending=True, stable=True)[: max(total, 0)]
+    order = drops.flatten().argsort(descending=True, stable=True)
+    if tokens is None:
+        order = order[: max(total, 0)]
+    else:
+        sizes = torch.tensor([len(part) for part in distortions])
+        taken = torch.tensor(tokens).repeat_interleave(sizes)[order // drops.shape[1]].cumsum(0)
+        order = order[: int((taken <= total).sum())]
     bits = torch.zeros(len(together), dtype=torch.int64)
     bits.index_add_(0, order // drops.shape[1], torch.ones_like(order))
     return [

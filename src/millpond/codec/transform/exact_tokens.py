@@ -19,27 +19,30 @@ LEAST_QUERIES = 4
 SHARE = 0.01
 
 
-def attention_rows(q: Tensor, at: Tensor, k: Tensor, shape: AttentionShape) -> Tensor:
+def attention_rows(q: Tensor, at: Tensor, k: Tensor, shape: AttentionShape, positions: Tensor | None = None) -> Tensor:
     """Return the attention of some queries to all entries.
 
     Args:
         q: (Hq, m, D) queries after RoPE.
         at: (m,) their positions.
-        k: (Hkv, n, D) keys after RoPE of positions 0 to n - 1.
+        k: (Hkv, n, D) keys after RoPE.
         shape: Settings of the layer.
+        positions: (Hkv, n) positions of the keys, -1 for none; None for 0 to n - 1.
 
     Returns:
-        (Hq, m, n) float32; 0 where a query does not see an entry.
+        (Hq, m, n) float32; 0 where a query does not see an entry, NaN where it sees none.
     """
     n = k.shape[1]
     logits = q.float().reshape(len(k), -1, q.shape[2]) @ k.float().transpose(1, 2) * shape.scale
     logits = logits.view(len(q), -1, n)
     if shape.softcap:
         logits = shape.softcap * torch.tanh(logits / shape.softcap)
-    behind = at[:, None] - torch.arange(n, device=q.device)
+    behind = at[:, None] - (torch.arange(n, device=q.device) if positions is None else positions[:, None])
     hidden = behind < 0
     if shape.window:
         hidden |= behind >= shape.window
+    if positions is not None:
+        hidden = (hidden | (positions < 0)[:, None]).repeat_interleave(len(q) // len(k), 0)
     logits = logits.masked_fill(hidden, -torch.inf)
     if shape.sink_logits is not None:
         sinks = shape.sink_logits.to(logits).view(-1, 1, 1).expand(-1, logits.shape[1], 1)
@@ -79,6 +82,35 @@ def attention_per_query(q: Tensor, at: Tensor, k: Tensor, shape: AttentionShape,
         seen = ((behind > 0) & (behind < (shape.window or n))).sum(0)
         attention[begin:end] = (sums / seen.clamp(min=LEAST_QUERIES)).max(0).values
     return attention
+
+
+def attention_to_kept(q: Tensor, at: Tensor, k: Tensor, positions: Tensor, shape: AttentionShape) -> Tensor:
+    """Return how much attention a kept entry gets from a query behind it that sees it.
+
+    Queries attend to what their KV head keeps alone. It is the mean over the queries of the text and the query heads of
+    the KV head.
+
+    Args:
+        q: (Hq, m, D) sampled queries after RoPE.
+        at: (m,) their positions.
+        k: (Hkv, n, D) keys after RoPE.
+        positions: (Hkv, n) int64 their positions, -1 for none.
+        shape: Settings of the layer.
+
+    Returns:
+        (Hkv, n) float32; 0 where there is no entry.
+    """
+    sums = torch.zeros(positions.shape, device=k.device)
+    seen = torch.zeros_like(positions)
+    for some, where in zip(torch.split(q, UNIT, 1), torch.split(at, UNIT), strict=True):
+        behind = where[:, None] - positions[:, None]
+        asked = (behind > 0) & (positions >= 0)[:, None]
+        if shape.window:
+            asked &= behind < shape.window
+        rows = attention_rows(some, where, k, shape, positions)
+        sums += rows.view(len(k), -1, *rows.shape[1:]).mean(1).masked_fill(~asked, 0).sum(1)
+        seen += asked.sum(1)
+    return sums / seen.clamp(min=LEAST_QUERIES)
 
 
 def above(attention: Tensor, threshold: float) -> Tensor:

@@ -93,14 +93,15 @@ def plain_headers(layers: Sequence[Sides], bits: float) -> list[LayerHeader]:
 
 
 def adapted_headers(
-    layers: Sequence[Sides], moments: Sequence[tuple[Tensor, Tensor]], bits: float
+    layers: Sequence[Sides], moments: Sequence[tuple[Tensor, Tensor]], bits: float, tokens: Sequence[int] | None = None
 ) -> list[LayerHeader]:
     """Return headers fitted to a text: its means, its scales, and bits that follow from them.
 
     Args:
-        layers: Transforms of the layers.
+        layers: Transforms of the layers, or of parts of them.
         moments: Mean and deviation (r,) float32 of z over the coded tokens, for each side of each layer in turn.
-        bits: Mean bits a number.
+        bits: Mean bits a number, over the numbers of all tokens.
+        tokens: Tokens of each layer; None if all have as many.
 
     Raises:
         OptionError: bits out of range.
@@ -109,7 +110,11 @@ def adapted_headers(
     means = [_halves(mean, -MOST_SCALE, MOST_SCALE) for mean, _ in moments]
     scales = [_halves(scale, LEAST_SCALE, MOST_SCALE) for _, scale in moments]
     weighed = [side.distortions * scale.square()[:, None] for side, scale in zip(parts, scales, strict=True)]
-    given = allocate(weighed, total_bits(layers, bits))
+    if tokens is None:
+        given = allocate(weighed, total_bits(layers, bits))
+    else:
+        total = sum(n * sum(len(side.mean) for side in layer) for n, layer in zip(tokens, layers, strict=True))
+        given = allocate(weighed, int(check_bits(bits) * total), [n for n in tokens for _ in range(2)])
     headers = [SideHeader(*numbers) for numbers in zip(means, scales, given, strict=True)]
     return [LayerHeader(key, value) for key, value in zip(headers[::2], headers[1::2], strict=True)]
 

@@ -130,11 +130,11 @@ class ModelTransform:
             )
 
     def digest(self) -> str:
-        """Return the SHA-256 of the numbers of all layers, by which codes of whole layers name their transform."""
+        """Return the SHA-256 of the numbers of layers, by which their codes name the transform."""
         return _digest(self._layer_tensors())
 
     def digest_of_heads(self) -> str:
-        """Return the SHA-256 of the numbers of single heads, by which codes of single heads name their transform.
+        """Return the SHA-256 of the numbers of heads, by which their codes name the transform.
 
         Raises:
             OptionError: the file has none.

@@ -186,7 +186,7 @@ def _by_layer(parts: Sequence[Sides], layers: Sequence[Sequence[Sides]]) -> tupl
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SideSums:
-    """What the transform of one side of a layer is fitted to: see `fit_side`."""
+    """Sums that the transform of one side of a layer is fitted to: see `fit_side`."""
 
     metric: Tensor
     mean: Tensor
@@ -203,7 +203,7 @@ class _SideSums:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LayerSums:
-    """What the transforms of a layer's keys and values are fitted to, all KV heads side by side."""
+    """Sums of a layer's keys and values with all KV heads side by side, for their transforms."""
 
     key: _SideSums
     value: _SideSums
