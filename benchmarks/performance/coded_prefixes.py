@@ -1,8 +1,8 @@
 """Prefix cache with and without a storage codec over a trace whose prompts begin alike: blocks held, tokens spared.
 
-Usage: python benchmarks/performance/coded_prefixes.py MODEL --calibration FILE --trace mooncake_conversation.jsonl
-    --text FILE [--codec transform:1.5] [--requests 200] [--cut 6144] [--share 0.1] [--running 2] [--new 8]
-    [--threads 1] [--json FILE]
+Usage: python benchmarks/performance/coded_prefixes.py MODEL --trace mooncake_conversation.jsonl --text FILE
+    [--calibration FILE] [--codecs none transform:1.5] [--requests 200] [--cut 6144] [--share 0.1] [--running 2]
+    [--new 8] [--threads 1] [--json FILE]
 
 Lines of the trace have `hash_ids`, one for each 512 tokens of a prompt; equal ones stand for equal tokens, which are
 taken from the text here. The requests are those of the first texts, by their second hash, that come more than once, in
@@ -101,10 +101,10 @@ def run(engine: Engine, prompts: list[list[int]], args: argparse.Namespace) -> d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--calibration", required=True)
+    parser.add_argument("--calibration", help="Transform file; without it the one that is shipped for the model.")
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--codec", default="transform:1.5")
+    parser.add_argument("--codecs", nargs="+", default=["none", "transform:1.5"])
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--cut", type=int, default=6144)
     parser.add_argument("--share", type=float, default=0.1)
@@ -115,8 +115,8 @@ def main() -> None:
     text = tokens_of(tokenizer, args.text.read_text()[:3_000_000]).flatten().tolist()
     prompts = prompts_of(args, text)
     results: list[dict[str, Any]] = []
-    for codec in (None, args.codec):
-        options: dict[str, Any] = {"storage_codec": codec, "calibration": args.calibration} if codec else {}
+    for codec in args.codecs:
+        options: dict[str, Any] = {} if codec == "none" else {"storage_codec": codec, "calibration": args.calibration}
         sizes = Engine(model, method="full", codec="auto")
         layers, slots = sizes.layers, sizes.config.page_slots
         sizes.close()
@@ -125,7 +125,7 @@ def main() -> None:
         memory = int(args.share * distinct_blocks(prompts, slots) * block)
         memory += args.running * ((args.cut + args.new) // slots + 2) * block
         engine = Engine(model, method="full", codec="auto", kv_memory=memory, prefix_cache=True, **options)
-        results.append({"codec": codec or "none", "memory": memory, **run(engine, prompts, args)})
+        results.append({"codec": codec, "memory": memory, **run(engine, prompts, args)})
         engine.close()
         print(results[-1], flush=True)
     names = list(results[0])

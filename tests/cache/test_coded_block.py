@@ -7,7 +7,8 @@ import torch
 
 from millpond.cache.pages.pool import PagePool
 from millpond.cache.swap import read_pages
-from millpond.cache.tiered.coded_block import BlockCodec, LayerTokens, read_tokens, write_tokens
+from millpond.cache.tiered.block_tokens import LayerTokens, as_pages, read_tokens, write_block
+from millpond.cache.tiered.coded_block import BlockCodec
 from millpond.errors import DataError
 from millpond.hf.calibration.load import rotations_before_rope
 from millpond.hf.model_support import supported
@@ -99,10 +100,8 @@ def test_tokens_go_to_pages_and_come_back() -> None:
     pool = PagePool(given[0].keys.shape[2], given[0].values.shape[2], torch.float32, slots=SLOTS)
     pools = [pool, pool]
     blocks = [[pool.allocate(2) for _ in pools] for _ in range(2)]
-    for number, pages in enumerate(blocks):
-        own = slice(number * SLOTS, (number + 1) * SLOTS)
-        parts = [LayerTokens(*(x[:, own] for x in t if x is not None)) for t in given]
-        write_tokens(pools, pages, parts, number * SLOTS)
+    for pages, content in zip(blocks, as_pages(pools, given, SLOTS, 0), strict=True):
+        write_block(pools, pages, content)
     for found, before in zip(read_tokens(pools, blocks), given, strict=True):
         assert all(map(torch.equal, found, before))
     positions = read_pages(pool, blocks[1][0])[2]

@@ -140,7 +140,7 @@ def test_blocks_behind_decoded_ones_are_not_taken_for_others() -> None:
     assert len(held.tree) == 5
 
 
-def test_blocks_do_not_wait_once_one_has_left_without_codes() -> None:
+def test_blocks_do_not_wait_while_memory_is_short() -> None:
     held = Held()
     held.keep(TEXT, 1).clear()
     assert held.code_due() == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -11,14 +12,16 @@ import torch
 from millpond.cache.coded import coder
 from millpond.cluster.event_loop import BackgroundTasks
 from millpond.cluster.worker_pool import WorkerPool
+from millpond.engine.async_llm import AsyncLLM
+from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.transfer.container import pack, unpack
 from millpond.engine.transfer.request_snapshot import CODED, FORMAT
 from millpond.errors import CacheMismatchError, DataError
 from millpond.hf.calibration.transform import calibrate_transform
-from tests.helpers.engine.coded import agreement, answer, asked, engine_of, first_choices, prompt, run
-from tests.helpers.hf.transform import ids, tiny
+from tests.helpers.engine.coded import CODEC, agreement, answer, asked, engine_of, first_choices, prompt, run
+from tests.helpers.hf.transform import ids, tiny, transform_of_tiny
 
 N, NEW = 460, 40
 
@@ -163,6 +166,48 @@ def test_hostile_bytes_leave_nothing_behind(part: str) -> None:
     assert not engine.busy
     assert engine.stats().kv_bytes == 0
     engine.check_integrity()
+    engine.close()
+
+
+def test_others_go_on_while_a_request_is_coded_and_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def noting(call: Any) -> Any:
+        def noted(*args: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return call(*args)
+
+        return noted
+
+    for name in ("code", "decode"):
+        monkeypatch.setattr(coder.TextCoder, name, noting(getattr(coder.TextCoder, name)))
+
+    async def move() -> list[RequestOutput]:
+        options = {"storage_codec": CODEC, "calibration": transform_of_tiny("gqa"), "prefix_cache": False}
+        config = EngineConfig(method="full", codec="auto", **options)
+        first, second = (AsyncLLM(tiny("gqa"), config, model_name="tiny") for _ in range(2))
+        outputs = first.stream(asked("moved", prompt(N, 3), 200))
+        await anext(outputs)
+        data = await first.export_request("moved")
+        found = [output async for output in await second.import_request(data)]
+        await first.close()
+        await second.close()
+        return found
+
+    assert len(answer(asyncio.run(move())[-1])) == 200
+    assert len(threads) == 2
+    assert "millpond-engine" not in threads
+
+
+def test_a_request_that_is_coded_has_left() -> None:
+    engine = engine_of()
+    engine.add(asked("moved", prompt(N, 3), NEW))
+    engine.add(asked("stays", prompt(N, 4), NEW))
+    run(engine, 3)
+    coming = engine.begin_export("moved")
+    output = run(engine)
+    assert list(output) == ["stays"]
+    assert len(answer(continued(engine, coming.result()))) == NEW
     engine.close()
 
 

@@ -49,7 +49,7 @@ class NodeCodes:
         self._pressed = False
 
     def press(self) -> None:
-        """Let nodes be due at once while some wait: one has left that could have been coded."""
+        """Let nodes be due at once while some wait: memory is short."""
         self._pressed = True
 
     @property

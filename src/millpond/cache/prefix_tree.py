@@ -207,8 +207,12 @@ class PrefixTree:
         Returns:
             Whether there is enough.
         """
-        if enough() or (self.codes is not None and self.codes.drop_pages(enough)):
+        if enough():
             return True
+        if self.codes is not None:
+            self.codes.press()
+            if self.codes.drop_pages(enough):
+                return True
         self._allow_released()
         while (number := self._rule.victim()) is not None:
             node = self._numbered[number]
@@ -217,8 +221,6 @@ class PrefixTree:
                 self._rule.forbid(number)
                 self._in_use[node] = None
                 continue
-            if self.codes is not None and node.exact is not None and node.codes is None:
-                self.codes.press()
             self._drop(node)
             self.evicted += 1
             if enough():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from millpond.engine.request_state import RequestState
 from millpond.engine.sampling.banned_tokens import Bans
 from millpond.engine.scheduler import Step
 from millpond.engine.scheduler_request import SchedulerRequest
+from millpond.engine.transfer.request_transfer import Arrival
 from millpond.errors import OptionError, unknown
 from millpond.prompt_marks import PromptMarks
 
@@ -174,7 +176,7 @@ class FirstStageEngine(StageEngine):
         super().cancel(request_id)
         self._changes.append(request_id)
 
-    def export_request(self, request_id: str) -> bytes:
+    def begin_export(self, request_id: str) -> Future[bytes]:
         """Refuse: the entries of a request are in several processes.
 
         Raises:
@@ -182,11 +184,11 @@ class FirstStageEngine(StageEngine):
         """
         raise OptionError(f"{request_id!r} is in several processes, and only requests of one process can be moved")
 
-    def checkpoint(self, request_id: str) -> bytes | None:
-        """Refuse, see `export_request`."""
-        return self.export_request(request_id)
+    def begin_checkpoint(self, request_id: str) -> Future[bytes] | None:
+        """Refuse, see `begin_export`."""
+        return self.begin_export(request_id)
 
-    def import_request(self, data: bytes | bytearray | memoryview, request: Request | None = None) -> str:
+    def read_request(self, data: bytes | bytearray | memoryview, request: Request | None = None) -> Arrival:
         """Refuse: a request of another engine has the entries of all layers.
 
         Raises:

@@ -7,8 +7,9 @@ import os
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, TypeVarTuple
 
 import numpy as np
@@ -130,6 +131,21 @@ _LOOP_S = 0.001
 BYTES_FACTOR, BYTES_BESIDES = 1.25, 2**16
 
 
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """Request that has left its engine for another one.
+
+    Attributes:
+        output: Its last output here.
+        data: Its bytes, which may still be coded.
+        n_bytes: Bytes in its pages.
+    """
+
+    output: RequestOutput
+    data: Future[bytes]
+    n_bytes: int
+
+
 class EngineWorker:
     """One engine of a cluster; all its methods run in one event loop.
 
@@ -153,7 +169,7 @@ class EngineWorker:
         self._more = BYTES_FACTOR
         self._cancelled: set[str] = set()
         self._staying: set[str] = set()  # requests that are not offered to other workers
-        self._left: dict[str, tuple[RequestOutput, int] | RequestDelta] = {}  # those that the engine's thread let go
+        self._left: dict[str, _Leaving | RequestDelta] = {}  # those that the engine's thread let go
         self._news = asyncio.Event()
 
     async def open(self) -> tuple[int, int, int, CacheOptions, str | None]:
@@ -264,7 +280,7 @@ class EngineWorker:
         Raises:
             OptionError: it cannot be copied, now or later; see `Engine.checkpoint`.
         """
-        data = await self._llm.call(lambda engine: engine.checkpoint(name))
+        data = await self._llm.checkpoint(name)
         return None if data is None else np.frombuffer(data, dtype=np.uint8)
 
     async def resume(self, request: Request, data: npt.NDArray[np.uint8]) -> None:
@@ -327,10 +343,21 @@ class EngineWorker:
             if isinstance(left, RequestDelta):
                 self._tell(name, left)
             elif left is not None:
-                update = self._reported.setdefault(name, ReportedOutput()).update(left[0], time.monotonic())
-                self._tell(name, replace(update, offered=left[1]))
+                await self._offer(name, left)
         except Exception as error:  # whatever it is, the one who waits must hear of it
             self._tell(name, failed(name, error))
+
+    async def _offer(self, name: str, leaving: _Leaving) -> None:
+        """Store the bytes of a request that has left, once they are there, and tell of them."""
+        try:
+            data = await asyncio.wrap_future(leaving.data)
+        except BaseException:
+            self._handoff.drop(name)
+            raise
+        if not self._keep(name, data, leaving.n_bytes):
+            return self._tell(name, RequestDelta(name, dropped=True))
+        update = self._reported.setdefault(name, ReportedOutput()).update(leaving.output, time.monotonic())
+        self._tell(name, replace(update, offered=len(data)))
 
     def _tell(self, name: str, news: RequestOutput | RequestDelta) -> None:
         self._newest[name] = news
@@ -347,7 +374,7 @@ class EngineWorker:
             return False
         time.sleep(_LOOP_S)
         try:
-            data = engine.export_request(name)
+            self._left[name] = _Leaving(output, engine.begin_export(name), n_bytes)
         except (OptionError, PoolFullError):  # it cannot move, or not now: it goes on here
             self._handoff.drop(name)
             return False
@@ -355,9 +382,6 @@ class EngineWorker:
             self._handoff.drop(name)
             engine.cancel(name)
             self._left[name] = failed(name, error)
-            return True
-        kept = self._keep(name, data, n_bytes)
-        self._left[name] = (output, len(data)) if kept else RequestDelta(name, dropped=True)
         return True
 
     def _room_for(self, name: str, n_bytes: int) -> bool:

@@ -241,34 +241,46 @@ class AsyncLLM:
     async def export_request(self, request_id: str) -> bytes:
         """End a request and return its bytes, see `Engine.export_request`.
 
-        The stream of the request ends without a last output.
+        The stream of the request ends without a last output. Others go on while it is coded.
         """
 
-        def export(engine: Engine) -> bytes:
-            data = engine.export_request(request_id)
+        def export(engine: Engine) -> Future[bytes]:
+            data = engine.begin_export(request_id)
             mailbox = self._mailboxes.pop(request_id, None)
             if mailbox is not None:
                 mailbox.end()
             return data
 
-        return await self.call(export)
+        return await asyncio.wrap_future(await self.call(export))
+
+    async def checkpoint(self, request_id: str) -> bytes | None:
+        """Return a copy of a request that decodes and continues, see `Engine.checkpoint`.
+
+        Others go on while it is coded.
+        """
+        copy = await self.call(lambda engine: engine.begin_checkpoint(request_id))
+        if copy is None:
+            return None
+        data: bytes = await asyncio.wrap_future(copy)
+        return data
 
     async def import_request(
         self, data: bytes | memoryview, request: Request | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a request of another engine, see `Engine.import_request`.
 
-        Its outputs arrive as those of `stream`.
+        Its outputs arrive as those of `stream`. Others go on while it is decoded.
 
         Raises:
             MillpondError: it is refused; nothing is left behind.
         """
         mailbox = Mailbox(asyncio.get_running_loop())
+        arrival = await asyncio.to_thread(self._engine.read_request, data, request)
 
         def take_over(engine: Engine) -> str:
             if self._closing or self._stopped:
                 raise MillpondError("the engine is closing and takes no requests any more")
-            request_id = engine.import_request(data, request)
+            request_id = engine.import_request(arrival)
             self._mailboxes[request_id] = mailbox
             return request_id
 

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -19,21 +20,33 @@ from millpond.cache.node_codes import NodeCodes
 from millpond.cache.pages.ref_counted_pool import PageIds
 from millpond.cache.prefix_node import Pages, PrefixNode
 from millpond.cache.prefix_tree import PrefixTree
-from millpond.cache.tiered.coded_block import BlockCodec, LayerTokens, as_computed, as_stored, read_tokens, write_tokens
+from millpond.cache.tiered.block_store import Pools
+from millpond.cache.tiered.block_tokens import (
+    PoolContent,
+    as_computed,
+    as_pages,
+    as_stored,
+    as_tokens,
+    copy_blocks,
+    write_block,
+)
+from millpond.cache.tiered.coded_block import BlockCodec
 from millpond.codec.basis import Basis
 from millpond.codec.transform.exact_tokens import UNIT
 from millpond.errors import DataError
-from millpond.kernels.thread_count import torch_on_one_thread
+from millpond.kernels.thread_count import alone
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: Bytes of pages that are copied for one round of coding, about: that is done within a step.
-ROUND_BYTES = 4 << 20
-#: Blocks that are decoded at a time.
-DECODED_BLOCKS = 16
-#: Seconds of a step for writing decoded blocks to pages, about.
-WRITE_S = 0.003
+#: Blocks that are coded, or decoded, in one round.
+ROUND_BLOCKS = 16
+#: Bytes of pages that wait to be coded, and of decoded ones that wait to be written, outside of the pools.
+OUTSIDE_BYTES = 16 << 20
+#: Share of a step's time for copying blocks to be coded, and for writing decoded ones; and its least seconds.
+STEP_SHARE, LEAST_S = 0.03, 0.001
+#: Seconds for copying where no step waits.
+IDLE_S = 0.005
 #: Steps for which the blocks of a request that waits keep their pages, after it last asked.
 PINNED_STEPS = 2
 #: Niceness of the thread that codes blocks nobody waits for.
@@ -61,7 +74,7 @@ class _Decoding:
 
     nodes: list[PrefixNode]
     codes: list[Tensor]
-    future: Future[tuple[list[list[LayerTokens] | DataError], float]]
+    future: Future[tuple[list[list[PoolContent] | DataError], float]]
     next: int = 0
 
 
@@ -105,8 +118,10 @@ class CodedPrefixes:
         self._room, self._free = room, free
         self._encoder = ThreadPoolExecutor(1, "millpond-encode", _lower_priority)
         self._decoder = ThreadPoolExecutor(1, "millpond-decode")
-        self._encoding: _Encoding | None = None
-        self._decoding: _Decoding | None = None
+        self._encoding: deque[_Encoding] = deque()
+        self._decoding: deque[_Decoding] = deque()
+        self._step_s = 0.0
+        self._copy_s = LEAST_S  # of a block
         self._steps = 0
         self._asked: dict[PrefixNode, int] = {}  # in which step a request last asked for a node
         self._heads = [heads for heads, _, _ in codec.shapes]
@@ -125,7 +140,7 @@ class CodedPrefixes:
     @property
     def due_s(self) -> float | None:
         """Seconds until `advance` has something to do; None: nothing, until requests come."""
-        return _WAIT_S if self._encoding is not None else self._codes.due_s
+        return _WAIT_S if self._encoding else self._codes.due_s
 
     def figures(self) -> dict[str, Any]:
         """Return the fields of `PrefixStats` about codes."""
@@ -140,18 +155,23 @@ class CodedPrefixes:
             **asdict(self.counts),
         }
 
-    def advance(self) -> None:
-        """Take the codes that were made, and have more blocks coded; called between two passes."""
+    def advance(self, step_s: float | None = None) -> None:
+        """Take the codes that were made, and have more blocks coded; called between two passes.
+
+        Args:
+            step_s: Seconds that the last step took; None: no request is in flight.
+        """
         self._steps += 1
+        self._step_s = step_s or 0.0
         for node, step in list(self._asked.items()):
             if step + PINNED_STEPS < self._steps:
                 del self._asked[node]
                 self._codes.pinned.discard(node)
-        if self._encoding is not None and self._encoding.future.done():
-            done, self._encoding = self._encoding, None
-            self._take_codes(done)
-        if self._encoding is None:
-            self._encode_due()
+        while self._encoding and self._encoding[0].future.done():
+            self._take_codes(self._encoding.popleft())
+        until = time.perf_counter() + (IDLE_S if step_s is None else max(LEAST_S, STEP_SHARE * step_s))
+        while (left := until - time.perf_counter()) > 0 and self._encode_due(max(1, int(left / self._copy_s))):
+            pass
 
     def prepare(self, path: Sequence[PrefixNode]) -> bool:
         """Return whether a request can begin with nodes.
@@ -162,25 +182,29 @@ class CodedPrefixes:
         for node in path:
             self._asked[node] = self._steps
             self._codes.pinned.add(node)
+        until = time.perf_counter() + max(LEAST_S, STEP_SHARE * self._step_s)
+        while self._decoding and self._decoding[0].future.done() and time.perf_counter() < until:
+            if not self._write_next(self._decoding[0]):
+                self._decoding.clear()
+                return True
         missing = [node for node in path if not node.pages]
         if not missing:
             return True
-        if self._decoding is None:
-            self._decode(_adjacent(missing, DECODED_BLOCKS))
-            return False
-        if not self._decoding.future.done():
-            return False
-        until = time.perf_counter() + WRITE_S
-        while self._decoding is not None and time.perf_counter() < until:
-            if not self._write_next(self._decoding):
-                self._decoding = None
-                return True
+        if any(node.codes is None for node in missing):
+            return False  # one was damaged: the path is another now
+        waiting = {node for round_ in self._decoding for node in round_.nodes}
+        left = OUTSIDE_BYTES // self._codec.live_bytes - len(waiting)
+        while (more := [node for node in missing if node not in waiting]) and (left > 0 or not waiting):
+            nodes = _adjacent(more, max(1, min(ROUND_BLOCKS, left)))
+            self._decode(nodes)
+            waiting.update(nodes)
+            left -= len(nodes)
         return False
 
     def wait(self) -> None:
         """Wait for decoded blocks, for a moment: nothing else can run."""
-        if self._decoding is not None:
-            wait([self._decoding.future], _WAIT_S)
+        if self._decoding:
+            wait([self._decoding[0].future], _WAIT_S)
 
     def close(self) -> None:
         """Stop the threads."""
@@ -189,15 +213,26 @@ class CodedPrefixes:
 
     # ------------------------------------------------------------------ coding
 
-    def _encode_due(self) -> None:
-        nodes = self._codes.due(max(1, ROUND_BYTES // self._codec.live_bytes))
+    def _encode_due(self, most: int) -> bool:
+        """Copy blocks that are due, `most` at most, and have them coded; False: none is, or enough wait."""
+        left = OUTSIDE_BYTES // self._codec.live_bytes - sum(len(one.nodes) for one in self._encoding)
+        if left <= 0 and self._encoding:
+            return False
+        nodes = self._codes.due(max(1, min(most, left, ROUND_BLOCKS)))
         if not nodes:
-            return
-        exact = torch.cat([node.exact for node in nodes if node.exact is not None], 1)
-        tokens, bases = read_tokens(nodes[0].pools, [node.pages for node in nodes]), nodes[0].bases
-        first = nodes[0].depth * self._codec.slots
-        future = self._encoder.submit(_timed, lambda: self._codec.encode(first, as_computed(tokens, bases), exact))
-        self._encoding = _Encoding(nodes, [node.pages for node in nodes], future)
+            return False
+        began = time.perf_counter()
+        copies = copy_blocks(nodes[0].pools, [node.pages for node in nodes])
+        self._copy_s += ((time.perf_counter() - began) / len(nodes) - self._copy_s) / 4
+        exact = [node.exact for node in nodes if node.exact is not None]
+        first, bases = nodes[0].depth * self._codec.slots, nodes[0].bases
+
+        def encode() -> list[Tensor]:
+            return self._codec.encode(first, as_computed(as_tokens(copies), bases), torch.cat(exact, 1))
+
+        future = self._encoder.submit(_timed, encode)
+        self._encoding.append(_Encoding(nodes, [node.pages for node in nodes], future))
+        return True
 
     def _take_codes(self, done: _Encoding) -> None:
         try:
@@ -230,29 +265,33 @@ class CodedPrefixes:
 
     def _decode(self, nodes: list[PrefixNode]) -> None:
         given = [node.codes for node in nodes if node.codes is not None]
-        first = nodes[0].depth * self._codec.slots
-        future = self._decoder.submit(_timed, lambda: _decoded(self._codec, first, given, nodes[0].bases))
-        self._decoding = _Decoding(nodes, given, future)
+        first, pools, bases = nodes[0].depth * self._codec.slots, nodes[0].pools, nodes[0].bases
+        future = self._decoder.submit(_timed, lambda: _decoded(self._codec, first, given, pools, bases))
+        self._decoding.append(_Decoding(nodes, given, future))
 
     def _write_next(self, done: _Decoding) -> bool:
         """Write the next decoded block to pages; return False where there is no room."""
-        if not done.next:
-            self.counts.decode_s += done.future.result()[1]
-        node, tokens = done.nodes[done.next], done.future.result()[0][done.next]
+        try:
+            contents, seconds = done.future.result()
+        except Exception:
+            self._decoding.popleft()
+            raise
+        self.counts.decode_s += 0.0 if done.next else seconds
+        node, content = done.nodes[done.next], contents[done.next]
         codes = done.codes[done.next]
         done.next += 1
         if done.next == len(done.nodes):
-            self._decoding = None
+            self._decoding.popleft()
         if node.pages or node.codes is not codes:
             return True  # it has pages again, or is gone
-        if isinstance(tokens, DataError):
-            _log.warning("a block of a prompt is read again: %s", tokens)
+        if isinstance(content, DataError):
+            _log.warning("a block of a prompt is read again: %s", content)
             self._tree.drop_from(node)
             self._tree.lost += 1
             return True
         if not self._tree.revive(node, self._heads, self._room):
             return False
-        write_tokens(node.pools, node.pages, tokens, node.depth * self._codec.slots)
+        write_block(node.pools, node.pages, content)
         self.counts.decoded += 1
         return True
 
@@ -260,21 +299,20 @@ class CodedPrefixes:
 def _timed(work: Callable[[], list[T]]) -> tuple[list[T], float]:
     """Return the result of some work, and its CPU seconds."""
     began = time.thread_time()
-    with torch_on_one_thread(), torch.no_grad():
-        found = work()
+    found = alone(work)
     return found, time.thread_time() - began
 
 
 def _decoded(
-    codec: BlockCodec, first: int, blocks: Sequence[Tensor], bases: Sequence[Basis | None]
-) -> list[list[LayerTokens] | DataError]:
-    """Return the tokens of each block, of all layers, as pages hold them, or why it has none."""
+    codec: BlockCodec, first: int, blocks: Sequence[Tensor], pools: Pools, bases: Sequence[Basis | None]
+) -> list[list[PoolContent] | DataError]:
+    """Return the content of the pages of each block, or why it has none."""
     try:
-        return [*codec.split(as_stored(codec.decode(first, blocks), bases))]
+        return [*as_pages(pools, as_stored(codec.decode(first, blocks), bases), codec.slots, first)]
     except DataError as error:
         if len(blocks) == 1:
             return [error]
-    alone = [_decoded(codec, first + n * codec.slots, [block], bases) for n, block in enumerate(blocks)]
+    alone = [_decoded(codec, first + n * codec.slots, [block], pools, bases) for n, block in enumerate(blocks)]
     return [found for (found,) in alone]
 
 

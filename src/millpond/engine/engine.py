@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 import torch
 
@@ -40,18 +40,15 @@ from millpond.engine.scheduler import Step
 from millpond.engine.scheduler_request import SchedulerRequest
 from millpond.engine.sessions.store import SessionStore
 from millpond.engine.step_executor import StepExecutor, names_of
-from millpond.engine.transfer.request_snapshot import RequestSnapshot
+from millpond.engine.transfer.moves import MovingRequests
 from millpond.engine.transfer.request_transfer import RequestTransfer
 from millpond.errors import OptionError
 from millpond.models.weights.streamed import StreamedLayers
 from millpond.runner.packed_model import LayerShape
 from millpond.setting import shows_options
 
-#: Whether a request left an engine or was imported.
-Direction = Literal["out", "in"]
 
-
-class Engine:
+class Engine(MovingRequests):
     """Runs requests; not safe for several threads at once.
 
     Args:
@@ -71,8 +68,6 @@ class Engine:
         images: Reads images for the model, from any one thread; None: it takes text alone, or there is no processor.
         in_step: Names of the requests in the pass that runs now; safe to read from any thread.
         on_step: Called at the end of each step with the step and its seconds; None: nothing is called.
-        on_transfer: Called when a request was exported or imported, with its direction, its name, the tokens of its
-            prompt and the seconds; None: nothing is called.
 
     Raises:
         UnsupportedModelError, OptionError, BudgetError, CacheMismatchError, DataError: as `compress`.
@@ -106,7 +101,6 @@ class Engine:
             self._changed_outside_step: list[RequestState] = []
             self.in_step: tuple[str, ...] = ()
             self.on_step: Callable[[Step, float], None] | None = None
-            self.on_transfer: Callable[[Direction, str, int, float], None] | None = None
             self._stats = self._parts.stats()
             self._closing = closing.pop_all()
 
@@ -298,92 +292,6 @@ class Engine:
         self._stats = self._parts.stats()
         self._closing.close()
 
-    # ------------------------------------------------------------------ transfer
-
-    def export_request(self, request_id: str) -> bytes:
-        """End a request here, and return the bytes from which another engine continues it.
-
-        See `import_request`. A request whose prompt is still being read is sent without its cache, and read again
-        there. Pages are free afterwards.
-
-        Args:
-            request_id: Name of the request.
-
-        Returns:
-            One safetensors buffer with a checksum: request, tokens, seeds, entries. No pages, so that engines with
-            pages of different sizes understand each other.
-
-        Raises:
-            OptionError: no such request, keys and values on a disk, or options of the method that name files. As after
-                each of these errors, the request stays as it is.
-            PoolFullError: it is swapped out and no memory is free to read its pages.
-            DataError: the file of its pages is broken.
-        """
-        began = time.perf_counter()
-        state = self._requests.get(request_id)
-        if state is None or state.scheduled.is_shared_prefix:
-            raise OptionError(f"no request {request_id!r} is in flight; it has ended, or was never added")
-        data = self._transfer.to_bytes(state)
-        self._ends.release_exported(state)
-        if not self._requests:
-            self._parts.trim()
-        self._stats = self._parts.stats()
-        if self.on_transfer is not None:
-            self.on_transfer("out", request_id, state.scheduled.num_prompt_tokens, time.perf_counter() - began)
-        return data
-
-    def checkpoint(self, request_id: str) -> bytes | None:
-        """Return a copy of a request that decodes, which also continues here.
-
-        Args:
-            request_id: Name of the request.
-
-        Returns:
-            As `export_request`; None: it is not in flight, its prompt is being read, or it is swapped out.
-
-        Raises:
-            OptionError: keys and values on a disk, or options of the method that name files.
-        """
-        state = self._requests.get(request_id)
-        if (
-            state is None
-            or state.scheduled.is_shared_prefix
-            or state.private_cache is not None
-            or state.scheduled.num_computed_tokens < state.scheduled.num_prompt_tokens
-        ):
-            return None
-        return self._transfer.to_bytes(state) if state.unfinished else None
-
-    def import_request(self, data: bytes | bytearray | memoryview, request: Request | None = None) -> str:
-        """Continue a request of another engine with the same model.
-
-        It gets the tokens that it would have had there.
-
-        Args:
-            data: Bytes from `export_request`, or from `checkpoint`.
-            request: The same request under its present name, with its deadline and the tokens that are known by now;
-                those that came after the copy are fed and not drawn. None: as it was copied.
-
-        Returns:
-            Name of the request.
-
-        Raises:
-            DataError: bytes that are cut off or changed, or hold what no request has. As after each of these errors,
-                nothing is left behind.
-            CacheMismatchError: another model, or another method, budget, codec or calibration than here.
-            PoolFullError: no memory is free now.
-            OptionError, BudgetError, UnsupportedModelError: as `add`.
-        """
-        began = time.perf_counter()
-        snapshot = RequestSnapshot.from_bytes(data)
-        state = self._transfer.restore(snapshot if request is None else snapshot.continued_as(request))
-        self._stats = self._parts.stats()
-        if self.on_transfer is not None:
-            self.on_transfer(
-                "in", state.request.request_id, state.scheduled.num_prompt_tokens, time.perf_counter() - began
-            )
-        return state.request.request_id
-
     # ------------------------------------------------------------------ what it holds
 
     def cache_of(self, request_id: str, index: int = 0) -> tuple[BatchCache, int] | None:
@@ -484,7 +392,7 @@ class Engine:
         finally:
             self.in_step = ()
         self._parts.prefix_cache.release_unheld()
-        self._parts.prefix_cache.advance()
+        self._parts.prefix_cache.advance(time.perf_counter() - began if self._requests else None)
         if not self._requests:
             self._parts.trim()
         self._stats = self._parts.stats()
@@ -492,6 +400,9 @@ class Engine:
         if self.on_step is not None and (groups or reading):
             self.on_step(step, time.perf_counter() - began)
         return outputs
+
+    def _take_stats(self) -> None:
+        self._stats = self._parts.stats()
 
     def _begin_step(self) -> list[SchedulerRequest]:
         """Return the requests that end now by their deadline."""

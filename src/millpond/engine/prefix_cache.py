@@ -287,10 +287,14 @@ class PrefixCache:
         """Trees of plain pages and of pages of codes."""
         return self.tree, self._codes.tree
 
-    def advance(self) -> None:
-        """Code blocks that are due, and take codes that were made; called between two passes."""
+    def advance(self, step_s: float | None = None) -> None:
+        """Code blocks that are due, and take codes that were made; called between two passes.
+
+        Args:
+            step_s: Seconds that the last step took; None: no request is in flight.
+        """
         if self.coded is not None:
-            self.coded.advance()
+            self.coded.advance(step_s)
 
     @property
     def due_s(self) -> float | None:

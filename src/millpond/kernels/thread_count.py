@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 #: omp_pause_soft: what the program set stays as it is.
 _SOFT = 1
@@ -72,6 +75,27 @@ def torch_on_one_thread() -> Iterator[None]:
     finally:
         set_openmp(before)
         _local.count = 0
+
+
+@contextmanager
+def on_one_thread() -> Iterator[None]:
+    """Run torch's loops and native kernels of this thread on it alone: others have the cores."""
+    before, set_openmp = torch.get_num_threads(), _openmp("omp_set_num_threads")
+    count, _local.count = _local.count, 1
+    if set_openmp is not None:
+        set_openmp(1)
+    try:
+        yield
+    finally:
+        if set_openmp is not None:
+            set_openmp(before)
+        _local.count = count
+
+
+def alone(work: Callable[[], T]) -> T:
+    """Return the result of some work without gradients, see `on_one_thread`."""
+    with on_one_thread(), torch.no_grad():
+        return work()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.coded.entries import decoded, joined
-from millpond.codec.transform.coding import encode, project
+from millpond.codec.transform.coding import encode_tokens
 from millpond.codec.transform.exact_tokens import SINKS
 from millpond.codec.transform.page import TOKENS, PageAddress, page_bytes
 from millpond.codec.transform.prompt_header import LayerHeader, plain_headers
@@ -72,9 +72,8 @@ class ChunkCodec:
         sides, n = self.transform.layers[layer], keys.shape[1]
         pages = torch.zeros(self.tensors(layer, n)[f"pages.{layer}"][0], dtype=torch.uint8)
         if len(pages):
-            coded = (joined(side[:, : len(pages) * TOKENS].float().cpu()) for side in (keys, values))
-            key, value = (project(side, x) for side, x in zip(sides, coded, strict=True))
-            pages = encode(sides, self.headers[layer], (key, value), PageAddress(_UNIT, layer))
+            key, value = (joined(side[:, : len(pages) * TOKENS].float().cpu()) for side in (keys, values))
+            pages = encode_tokens(sides, self.headers[layer], (key, value), PageAddress(_UNIT, layer))
         exact = _exact(n)
         kept = (side.cpu()[:, exact].bfloat16() for side in (keys, values))
         return {f"pages.{layer}": pages, **dict(zip((f"keys.{layer}", f"values.{layer}"), kept, strict=True))}

@@ -18,6 +18,7 @@ from millpond.cache.pages.page_table import PageTable
 from millpond.cache.types import Entries
 from millpond.kernels import ops
 from millpond.kernels.args import EntryRows
+from millpond.kernels.thread_count import alone
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,7 +81,7 @@ class CodedSequences:
     def __init__(self, coding: SwapCoding, slots: list[list[_Slots]], entries: list[list[LayerEntries]]) -> None:
         self._coding, self._slots = coding, slots
         self._entries: list[list[LayerEntries]] | None = entries
-        self._coded: Future[list[CodedText]] = coding.thread.submit(self._code)
+        self._coded: Future[list[CodedText]] = coding.thread.submit(alone, self._code)
         self._decoded: Future[list[list[LayerEntries]]] | None = None
 
     @classmethod
@@ -117,7 +118,7 @@ class CodedSequences:
             wait: Wait until it is.
         """
         if self._decoded is None:
-            self._decoded = self._coding.thread.submit(self._decode)
+            self._decoded = self._coding.thread.submit(alone, self._decode)
         if wait:
             self._decoded.exception()
         return self._decoded.done()

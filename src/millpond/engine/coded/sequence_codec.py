@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -24,8 +24,11 @@ from millpond.errors import CacheMismatchError, DataError, OptionError
 from millpond.hf.document import PREFIX, restore_states, state_tensors
 from millpond.hf.state_layers import States
 from millpond.kernels.args import AttentionShape
+from millpond.kernels.thread_count import alone
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import PackedModel
+
+T = TypeVar("T")
 
 #: Number formats of live entries that codes are made from: their own errors are far below those of codes.
 CLOSE = {"int8", "fp8"}
@@ -84,6 +87,10 @@ class SequenceCodec:
     def close(self) -> None:
         """End the thread; what it has not begun is not done."""
         self.thread.shutdown(cancel_futures=True)
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Let the thread of codes do some work, on one core."""
+        return self.thread.submit(alone, work)
 
     # ------------------------------------------------------------------ into codes
 

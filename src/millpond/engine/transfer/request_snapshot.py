@@ -119,6 +119,24 @@ class RequestSnapshot:
         Raises:
             OptionError: options of the method that cannot be written down.
         """
+        request, written = self.request, self.check_written()
+        tensors = {"ids": torch.tensor(request.prompt, dtype=torch.int32)}
+        for index, answer in enumerate(self.answers):
+            tensors[f"answer.{index}.tokens"] = torch.tensor(answer.tokens, dtype=torch.int32)
+            tensors[f"answer.{index}.known"] = torch.tensor(answer.known, dtype=torch.int32)
+        for index, cache in enumerate(self.caches):
+            tensors |= {f"cache.{index}.{name}": tensor for name, tensor in cache.items()}
+        texts = {"format": FORMAT, "model": self.model, "recipe": self.recipe, "request": written}
+        if self.codes is not None:
+            texts |= {"format": CODED, "codes": self.codes}
+        return pack(texts, tensors)
+
+    def check_written(self) -> str:
+        """Return all that has no tensors, as JSON.
+
+        Raises:
+            OptionError: options of the method that cannot be written down.
+        """
         request = self.request
         header = {
             "request": to_json(request, frozenset({"prompt", "params", "cache", "known", "marks"})),
@@ -131,20 +149,10 @@ class RequestSnapshot:
             "prompt_logprobs": self.prompt_logprobs,
             "caches": len(self.caches),
         }
-        tensors = {"ids": torch.tensor(request.prompt, dtype=torch.int32)}
-        for index, answer in enumerate(self.answers):
-            tensors[f"answer.{index}.tokens"] = torch.tensor(answer.tokens, dtype=torch.int32)
-            tensors[f"answer.{index}.known"] = torch.tensor(answer.known, dtype=torch.int32)
-        for index, cache in enumerate(self.caches):
-            tensors |= {f"cache.{index}.{name}": tensor for name, tensor in cache.items()}
         try:
-            written = json.dumps(header, allow_nan=True)
+            return json.dumps(header, allow_nan=True)
         except (TypeError, ValueError) as error:
             raise OptionError(f"request {request.request_id!r} cannot be written down ({error})") from None
-        texts = {"format": FORMAT, "model": self.model, "recipe": self.recipe, "request": written}
-        if self.codes is not None:
-            texts |= {"format": CODED, "codes": self.codes}
-        return pack(texts, tensors)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> RequestSnapshot:

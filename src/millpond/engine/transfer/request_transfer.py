@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,8 +17,8 @@ from millpond.cache.coded.swap import SequenceFacts
 from millpond.cache.coded.text import CodedText
 from millpond.cache.swap import parts_of
 from millpond.engine.coded.exact import exact_positions
-from millpond.engine.coded.sequence_codec import has_codes
-from millpond.engine.completion import with_texts
+from millpond.engine.coded.sequence_codec import SequenceCodec, SequenceEntries, has_codes
+from millpond.engine.completion import CompletionState, with_texts
 from millpond.engine.components import Components
 from millpond.engine.outputs import Times, TokenLogprob
 from millpond.engine.request import Request
@@ -32,6 +34,19 @@ from millpond.runner.cache_factory import CacheFactory
 
 #: Seconds that remain on arrival for a request whose deadline passed during its transfer.
 _NO_TIME = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Request of another engine that was read, and takes part in nothing yet.
+
+    Attributes:
+        snapshot: What was sent.
+        decoded: Its sequences that were sent in codes, each with these.
+    """
+
+    snapshot: RequestSnapshot
+    decoded: Sequence[tuple[SequenceEntries, CodedText]] = field(default=(), repr=False)
 
 
 class RequestTransfer:
@@ -52,8 +67,10 @@ class RequestTransfer:
 
     # ------------------------------------------------------------------ out
 
-    def to_bytes(self, state: RequestState) -> bytes:
-        """Return a snapshot of a request, which stays unchanged.
+    def to_bytes(self, state: RequestState) -> Future[bytes]:
+        """Return a snapshot of a request, which stays unchanged, in bytes.
+
+        It is taken at once. Where it has codes, another thread makes these, and the bytes come later.
 
         Raises:
             OptionError: caches on a disk, options that cannot be written down, or a request that is read again.
@@ -75,10 +92,10 @@ class RequestTransfer:
                 "again after some steps"
             )
         if state.scheduled.num_computed_tokens < state.scheduled.num_prompt_tokens:
-            return self._snapshot(state, []).to_bytes()
+            return self._written(self._snapshot(state, []))
         if state.private_cache is None:
             sequences = [state.group.completions.index(completion) for completion in state.unfinished]
-            return self._snapshot(state, *self._caches(state, state.group.batch_cache, sequences)).to_bytes()
+            return self._with_caches(state, state.group.batch_cache, sequences)
         if not self._prefix_cache.make_room(state.private_cache.pages_to_swap_in()):
             raise PoolFullError(
                 f"request {state.request.request_id!r} is swapped out, and the pool has no room to read its pages; "
@@ -87,35 +104,38 @@ class RequestTransfer:
         state.private_cache.swap_in()
         try:
             sequences = list(range(state.private_cache.n_seq))
-            return self._snapshot(state, *self._caches(state, state.private_cache, sequences)).to_bytes()
+            return self._with_caches(state, state.private_cache, sequences)
         except BaseException:
             state.private_cache.swap_out(self._swap_files)
             raise
 
-    def _caches(
-        self, state: RequestState, batch_cache: BatchCache, sequences: Sequence[int]
-    ) -> tuple[list[dict[str, Tensor]], str | None]:
-        """Return the tensors of the answers' sequences, and the mark of their codes.
+    @staticmethod
+    def _written(snapshot: RequestSnapshot) -> Future[bytes]:
+        written: Future[bytes] = Future()
+        written.set_result(snapshot.to_bytes())
+        return written
 
-        Sequences that hold the same are returned once.
-        """
+    def _with_caches(self, state: RequestState, batch_cache: BatchCache, sequences: Sequence[int]) -> Future[bytes]:
+        """Return a snapshot with the answers' sequences; those that hold the same are in it once."""
         cache_factory, codec = state.group.cache_factory, self._codec
         distinct = sequences[:1] if _alike(batch_cache, sequences) else sequences
         exact = state.prompt_logprobs is not None or bool(state.marks.forget) or state.decoded > 0
         if codec is not None and not exact and has_codes(cache_factory):
             positions = exact_positions(state, len(batch_cache.layers))
-            coded = []
+            to_code: list[Callable[[], dict[str, Tensor]]] = []
             for sequence, completion in zip(distinct, state.unfinished, strict=False):
                 entries = codec.read(cache_factory, batch_cache, sequence)
                 if entries is None:
                     break
                 ids = np.concatenate([state.ids_array, np.array(completion.tokens[:-1], dtype=np.int64)])
                 facts = SequenceFacts(ids, positions, completion.codes or completion.copied)
-                tensors, completion.copied = codec.code(entries, facts)
-                coded.append(tensors)
+                to_code.append(partial(_coded, codec, entries, facts, completion))
             else:
-                return coded, codec.mark
-        return [sequence_tensors(cache_factory, batch_cache, sequence) for sequence in distinct], None
+                snapshot = self._snapshot(state, [{}] * len(to_code), codec.mark)
+                snapshot.check_written()
+                return codec.submit(partial(_bytes_in_codes, snapshot, to_code))
+        caches = [sequence_tensors(cache_factory, batch_cache, sequence) for sequence in distinct]
+        return self._written(self._snapshot(state, caches))
 
     def _snapshot(
         self, state: RequestState, caches: Sequence[Mapping[str, Tensor]], codes: str | None = None
@@ -159,16 +179,41 @@ class RequestTransfer:
 
     # ------------------------------------------------------------------ in
 
-    def restore(self, snapshot: RequestSnapshot) -> RequestState:
+    def read(self, data: bytes | bytearray | memoryview, request: Request | None = None) -> Arrival:
+        """Read a request of another engine and decode its codes; safe to call from any thread.
+
+        Args:
+            data: See `Engine.import_request`.
+            request: See there.
+
+        Raises:
+            DataError, CacheMismatchError: see `Engine.import_request`.
+        """
+        snapshot = RequestSnapshot.from_bytes(data)
+        if request is not None:
+            snapshot = snapshot.continued_as(request)
+        self._check_source(snapshot)
+        if snapshot.codes is None or self._codec is None:
+            return Arrival(snapshot)
+        prompt, unfinished = snapshot.request.prompt, [one for one in snapshot.answers if one.finish_reason is None]
+        assert isinstance(prompt, tuple), "it is sent as ids"
+        decoded = []
+        for cache, answer in zip(snapshot.caches, unfinished, strict=False):
+            ids = np.array((*prompt, *answer.tokens[:-1]), dtype=np.int64)
+            decoded.append(self._codec.decode(cache, ids))
+        return Arrival(snapshot, decoded)
+
+    def restore(self, arrival: Arrival) -> RequestState:
         """Make a request of the engine, which is in flight from now on.
 
         Raises:
-            CacheMismatchError: another model, or a cache that is kept in another way here. As after each of these
-                errors, nothing is left behind.
+            CacheMismatchError: a cache that is kept in another way here. As after each of these errors, nothing is left
+                behind.
             DataError: values that no such request has.
             PoolFullError: no memory is free now.
             OptionError, BudgetError, UnsupportedModelError: see `Engine.add`.
         """
+        snapshot = arrival.snapshot
         request = self._checked(snapshot)
         state = self._validator.validate(request)
         cache_factory = state.group.cache_factory
@@ -187,7 +232,7 @@ class RequestTransfer:
         try:
             self._start(state, snapshot)
             if snapshot.begun:
-                self._continue(state, snapshot)
+                self._continue(state, arrival)
             else:
                 self._scheduler.add(state.scheduled)
         except BaseException:
@@ -199,8 +244,12 @@ class RequestTransfer:
             loads.add(state)
         return state
 
-    def _checked(self, snapshot: RequestSnapshot) -> Request:
-        """Return the request as the engine takes it in."""
+    def _check_source(self, snapshot: RequestSnapshot) -> None:
+        """Check that another engine had the same model, and the same codes where it has any.
+
+        Raises:
+            CacheMismatchError: it had not.
+        """
         if snapshot.model != self._fingerprint():
             raise CacheMismatchError(
                 "the request was begun with another model, with other weights, or with weights in another format: give "
@@ -213,6 +262,9 @@ class RequestTransfer:
                     "give both engines the same storage_codec and calibration"
                 )
             self._codec.check_mark(snapshot.codes)
+
+    def _checked(self, snapshot: RequestSnapshot) -> Request:
+        """Return the request as the engine takes it in."""
         request, answers = snapshot.request, snapshot.answers
         self._requests.check_names([request.request_id])
         if len(answers) != request.params.n:
@@ -253,8 +305,9 @@ class RequestTransfer:
                     known=stored.known,
                 )
 
-    def _continue(self, state: RequestState, snapshot: RequestSnapshot) -> None:
+    def _continue(self, state: RequestState, arrival: Arrival) -> None:
         """Decode after the caches of a snapshot."""
+        snapshot = arrival.snapshot
         unfinished, caches, cache_factory, scheduled = (
             state.unfinished,
             snapshot.caches,
@@ -295,12 +348,13 @@ class RequestTransfer:
             )
         batch_cache = cache_factory.make_cache()
         try:
-            for cache, completion in zip(caches, unfinished, strict=False):
+            for number, completion in enumerate(unfinished[: len(caches)]):
                 ids = (*state.ids, *completion.tokens[:-1])
                 if snapshot.codes is None:
-                    self._fill(batch_cache, cache_factory, cache, ids, state)
+                    self._fill(batch_cache, cache_factory, caches[number], ids, state)
                 else:
-                    codes = self._fill_decoded(batch_cache, cache_factory, cache, ids, state)
+                    entries, codes = arrival.decoded[number]
+                    self._fill_decoded(batch_cache, cache_factory, entries, ids, state)
                     for own in unfinished if share_cache else [completion]:
                         own.decoded_from(codes, len(state.ids))
             if share_cache:
@@ -337,30 +391,37 @@ class RequestTransfer:
         self,
         batch_cache: BatchCache,
         cache_factory: CacheFactory,
-        cache: Mapping[str, Tensor],
+        entries: SequenceEntries,
         ids: Sequence[int],
         state: RequestState,
-    ) -> CodedText:
-        """Add one sequence in codes to a batch cache, and return the codes.
-
-        It is as if its prompt had been read.
-        """
+    ) -> None:
+        """Add one sequence that was in codes to a batch cache, as if its prompt had been read."""
         assert self._codec is not None, "it was checked"
-        tokens = torch.tensor(ids, dtype=torch.int64)
-        entries, codes = self._codec.decode(cache, tokens.numpy())
         single_cache = cache_factory.make_cache(len(ids))
         single_cache.mark(state.marks)
         try:
-            self._codec.fill(single_cache, entries, tokens.to(self._model.device))
+            self._codec.fill(single_cache, entries, torch.tensor(ids, dtype=torch.int64, device=self._model.device))
             single_cache.run_plans()
             batch_cache.join(single_cache)
         except BaseException:
             single_cache.clear()
             raise
-        return codes
 
     def _logprob(self, logprob: Logprob) -> TokenLogprob:
         return with_texts(self._tokenizer, *logprob)
+
+
+def _coded(
+    codec: SequenceCodec, entries: SequenceEntries, facts: SequenceFacts, completion: CompletionState
+) -> dict[str, Tensor]:
+    """Return a sequence in codes, on which those of its next copy build."""
+    tensors, completion.copied = codec.code(entries, facts)
+    return tensors
+
+
+def _bytes_in_codes(snapshot: RequestSnapshot, to_code: Sequence[Callable[[], dict[str, Tensor]]]) -> bytes:
+    """Return the bytes of a snapshot whose caches are to be coded."""
+    return replace(snapshot, caches=[code() for code in to_code]).to_bytes()
 
 
 def _alike(batch_cache: BatchCache, sequences: Sequence[int]) -> bool:

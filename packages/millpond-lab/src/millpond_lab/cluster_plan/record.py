@@ -12,11 +12,12 @@ import numpy as np
 
 from millpond.cluster.async_llm import AsyncClusterLLM
 from millpond.engine.async_llm import AsyncLLM
-from millpond.engine.engine import Direction, Engine
+from millpond.engine.engine import Engine
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.scheduler import Step
+from millpond.engine.transfer.moves import Direction
 from millpond.errors import OptionError
 from millpond.runner.cache_layout import CacheLayout
 from millpond.runner.packed_model import LayerShape
