@@ -27,6 +27,7 @@ REFUSED = {
     "locret": "the file of its networks",
     "merge_on_evict": "merges entries",
     "minference": "by patterns",
+    "random_attention": "a whole prompt",
     "simlayerkv": "among layers by the prompt",
     "sirllm": "predictions",
 }
