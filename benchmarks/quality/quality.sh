@@ -43,7 +43,7 @@ budgets=${BUDGETS:-5%,10%,20%,50%}
 curve_methods=${CURVE_METHODS:-window,ada,attention_gate,cam,chunkkv,compactor,criticalkv,d2o,defensivekv,dms:window=32,duo_attention:recent=32,\
 elastic,ems,expected_attention,fastgen,finch,fixed,h2o,infllm:sinks=4:block=8,keydiff,knorm,kvmerger,kvzip,lagkv,locret,\
 layer_table:table=3;1,merge_on_evict,no_heavy,pyramidkv,qfilters,random,random_attention:recent=32,rkv,simlayerkv:recent=32,sirllm,snapkv,\
-streaming,strided,tova}
+streaming,strided,tova,triattention,vase:window=32}
 # The other sides of pairs that papers speak of (packages/millpond-lab/src/millpond_lab/evals/report/claims.py), and ours in the settings of presses
 # (counterparts.py there); their curves are on no page.
 variants=${VARIANTS-h2o:decay=0.9,h2o:recent=0:sinks=0:average=true,snapkv:kernel=7,snapkv:pool=avg:kernel=7,ada:score=snapkv/kernel=7,chunkkv:score=snapkv/kernel=7,\

@@ -26,6 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "infllm": {"sinks": 2, "block": 4, "local": 8, "representatives": 2},
     "kvzip": {"ask": "5;6"},
     "random_attention": {"recent": 8},
+    "vase": {"window": 8},
     "layer_table": {"table": "3;1"},
 }
 REFUSED = {"sirllm"}

@@ -30,6 +30,7 @@ REFUSED = {
     "random_attention": "a whole prompt",
     "simlayerkv": "among layers by the prompt",
     "sirllm": "predictions",
+    "triattention": "a whole prompt",
 }
 ACTING = [name for name in mp.list_methods() if name not in (*REFUSED, "full")]
 

@@ -160,6 +160,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kvzip": {"ask": "5;6", "across": False},
     "defensivekv": {"window": 4},
     "random_attention": {"recent": 4},
+    "vase": {"window": 4},
     "fastgen": {"threshold": 1.0, "special": "1", "punctuation": "2;3"},
     "lagkv": {"lag": 6},
     "infllm": {"sinks": 1, "local": 4, "block": 2, "representatives": 1},
