@@ -40,10 +40,10 @@ h2o:prefill=greedy,no_heavy,strided,fixed}
 curve_tasks=${TASKS:-recall:length=1024,niah_multiquery:length=1024,tracking:length=1024,copy:length=1024}
 curve_samples=${CURVE_SAMPLES:-40}
 budgets=${BUDGETS:-5%,10%,20%,50%}
-curve_methods=${CURVE_METHODS:-window,ada,attention_gate,cam,chunkkv,compactor,criticalkv,d2o,dms:window=32,duo_attention:recent=32,\
+curve_methods=${CURVE_METHODS:-window,ada,attention_gate,cam,chunkkv,compactor,criticalkv,d2o,defensivekv,dms:window=32,duo_attention:recent=32,\
 elastic,ems,expected_attention,fastgen,finch,fixed,h2o,infllm:sinks=4:block=8,keydiff,knorm,kvmerger,kvzip,lagkv,locret,\
-layer_table:table=3;1,merge_on_evict,no_heavy,pyramidkv,qfilters,random,rkv,simlayerkv:recent=32,sirllm,snapkv,\
-streaming,strided,tova}
+layer_table:table=3;1,merge_on_evict,no_heavy,pyramidkv,qfilters,random,random_attention:recent=32,rkv,simlayerkv:recent=32,sirllm,snapkv,\
+streaming,strided,tova,triattention,vase:window=32}
 # The other sides of pairs that papers speak of (packages/millpond-lab/src/millpond_lab/evals/report/claims.py), and ours in the settings of presses
 # (counterparts.py there); their curves are on no page.
 variants=${VARIANTS-h2o:decay=0.9,h2o:recent=0:sinks=0:average=true,snapkv:kernel=7,snapkv:pool=avg:kernel=7,ada:score=snapkv/kernel=7,chunkkv:score=snapkv/kernel=7,\
@@ -53,13 +53,13 @@ merge_on_evict:mass_bias=true,kvmerger:mass_bias=true,d2o:mass_bias=true,ems:mas
 h2o:recent=0:sinks=0:average=true:decode=once,snapkv:pool=avg:kernel=7:decode=once,streaming:positions=absolute:decode=once,\
 tova:pin_newest=true:decode=once,knorm:decode=once,keydiff:decode=once,expected_attention:decode=once,\
 random:recent=0:sinks=0:decode=once,\
-kvzip:ask=Repeat the previous context exactly.,ada:alpha=0.6,merge_on_evict:threshold=0.9}
+kvzip:across=false,kvzip:ask=Repeat the previous context exactly.:across=false,ada:alpha=0.6,merge_on_evict:threshold=0.9}
 # kvpress's side of our methods (counterparts.py says which have none), and snapkv as it comes there.
 snapkv=window_size=32:kernel_size=7
 presses=${PRESSES:-SnapKVPress,SnapKVPress:$snapkv,AdaKVPress(SnapKVPress):$snapkv,PyramidKVPress:$snapkv,\
 CriticalKVPress(SnapKVPress):$snapkv,ChunkKVPress(SnapKVPress):chunk_length=10:$snapkv,\
 MergingPress(SnapKVPress):$snapkv,ObservedAttentionPress,TOVAPress,StreamingLLMPress,KnormPress,KeyDiffPress,\
-LagKVPress,ExpectedAttentionPress,CompactorPress,KVzipPress:layerwise=true,RandomPress}
+LagKVPress,ExpectedAttentionPress,CompactorPress,KVzipPress,KVzipPress:layerwise=true,RandomPress}
 # Those that stand on the leaderboard.
 leading=${LEADING:-SnapKVPress:$snapkv,AdaKVPress(SnapKVPress):$snapkv,ObservedAttentionPress,TOVAPress,KeyDiffPress,\
 StreamingLLMPress}

@@ -133,7 +133,7 @@ h2o:recent=0:sinks=0,h2o:recent=0"
       # layers that compete for the budget, and layers of one size
       evaluate r-kvzip --protocol agnostic --tasks "$facts:questions=3" --dtype bf16 --method full
       evaluate r-kvzip --protocol agnostic --tasks "$facts:questions=3" --dtype bf16 --budget 20%,10% \
-        --method kvzip,kvzip:across=true
+        --method kvzip:across=false,kvzip
       "$bin/python" "$quality/real_recall.py" "$out"/r-kvzip --out "$results/real-recall-kvzip.json"
       ;;
     xsum)

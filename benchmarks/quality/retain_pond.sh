@@ -65,7 +65,7 @@ locret$heads:recent=0.8,locret$heads:compete=model:recent=$newest,locret$heads:c
     recall)
       evaluate recall --samples "${CONTEXTS:-60}" --protocol agnostic --tasks "$facts" --method full
       evaluate recall --samples "${CONTEXTS:-60}" --protocol agnostic --tasks "$facts" --budget 20%,10% \
-        --method "window,h2o,snapkv,ada,keydiff,kvzip,kvzip:across=true,locret$heads,\
+        --method "window,h2o,snapkv,ada,keydiff,kvzip:across=false,kvzip,locret$heads,\
 locret$heads:compete=model:recent=$newest"
       evaluate recall --samples "${CONTEXTS:-60}" --protocol agnostic --tasks "$facts" \
         --method "attention_gate$gates,attention_gate$gates:window=$window"

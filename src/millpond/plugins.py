@@ -6,6 +6,7 @@ A package names its modules under the entry points `millpond.methods` and `millp
 from millpond.kernels.args import AttentionShape, PrefillArgs, WindowSignalArgs
 from millpond.kernels.block_args import BlockSumsArgs, KeyOrder
 from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal
+from millpond.kernels.eager.attention import window_probabilities
 from millpond.kernels.ops import block_sums, prefill, window_signal
 from millpond.methods import make_policy, method
 from millpond.option_files import FILE
@@ -77,5 +78,6 @@ __all__ = [  # noqa: RUF022 (plainly sorted)
     "method",
     "parse_options",
     "prefill",
+    "window_probabilities",
     "window_signal",
 ]

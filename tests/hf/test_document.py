@@ -25,6 +25,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fastgen": {"special": "2;3", "punctuation": "5;6", "threshold": 0.7},
     "infllm": {"sinks": 2, "block": 4, "local": 8, "representatives": 2},
     "kvzip": {"ask": "5;6"},
+    "random_attention": {"recent": 8},
+    "vase": {"window": 8},
     "layer_table": {"table": "3;1"},
 }
 REFUSED = {"sirllm"}

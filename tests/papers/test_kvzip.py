@@ -21,7 +21,8 @@ from tests.helpers.matrix.models import llama, prompts
 from tests.matrix import test_invariance as matrix
 
 ASK = [5, 6, 7]
-SETTINGS: dict[str, Any] = {"ask": "5;6;7", "sinks": 2}
+#: One layer alone, so that a plain reference of a layer tells what it keeps; `across` is tested by itself.
+SETTINGS: dict[str, Any] = {"ask": "5;6;7", "sinks": 2, "across": False}
 CHECKS: dict[str, Callable[[str], None]] = {
     "batch": matrix.test_batch_and_padding,
     "reset": matrix.test_a_second_prompt_equals_a_fresh_cache,
@@ -74,7 +75,7 @@ def test_layers_compete_for_one_budget(chunk: int) -> None:
     model, (ids, mask), sinks, budget = deepcopy(llama()), prompts(2), 2, 12
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight *= 4  # sharper attention, higher scores
-    with torch.no_grad(), mp.compress(model, "kvzip", budget, **SETTINGS, chunk=chunk, across=True) as cache:
+    with torch.no_grad(), mp.compress(model, "kvzip", budget, **SETTINGS | {"across": True}, chunk=chunk) as cache:
         model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), cache=cache)
         kept = [[cache.positions(layer, s) for layer in (0, 1)] for s in (0, 1)]
     for s in (0, 1):

@@ -27,8 +27,10 @@ REFUSED = {
     "locret": "the file of its networks",
     "merge_on_evict": "merges entries",
     "minference": "by patterns",
+    "random_attention": "a whole prompt",
     "simlayerkv": "among layers by the prompt",
     "sirllm": "predictions",
+    "triattention": "a whole prompt",
 }
 ACTING = [name for name in mp.list_methods() if name not in (*REFUSED, "full")]
 

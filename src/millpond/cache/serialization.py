@@ -64,6 +64,8 @@ def to_tensors(layer_cache: LayerCache, *, later_prompts: bool = True) -> dict[s
         out["origins"] = sequence_state.origins[0]
     if 0 in sequence_state.memories:
         out["memory"] = sequence_state.memories[0]
+    if 0 in sequence_state.prompts:
+        out["prompts"] = torch.tensor(sequence_state.prompts[0])
     for prefix, attribute in STORED_PARTS.items():
         if (part := getattr(sequence_state, attribute)) is not None:
             out |= {f"{prefix}.{name}": t for name, t in part.tensors(0).items()}
@@ -129,7 +131,7 @@ def _check(layer: int, stored: dict[str, Tensor], n_tokens: int) -> None:
 
 
 def _check_queries(stored: dict[str, Tensor], heads: int, dim: int, n_tokens: int, need: Need) -> None:
-    """Check queries, sums over them and the memory of a merge, if there are any."""
+    """Check queries, sums over them, a merge's memory and prompts, if there are any."""
     if (q := stored.get("queries")) is not None:
         at = stored["queries.at"]
         need(q.ndim == 3 and len(q) % heads == 0 and q.shape[2] == dim, "queries are (query heads, n, channels)")
@@ -141,6 +143,10 @@ def _check_queries(stored: dict[str, Tensor], heads: int, dim: int, n_tokens: in
         need(count.numel() == 1 and 0 <= int(count) <= n_tokens, f"sums are over 0 to {n_tokens} queries")
     if (memory := stored.get("memory")) is not None:
         need(memory.numel() == 1 and memory.is_floating_point(), "a merge leaves one number")
+    if (prompts := stored.get("prompts")) is not None:
+        need(prompts.ndim == 2 and prompts.shape[1] == 2 and prompts.dtype == torch.int64, "prompts begin and end")
+        places = torch.cat([prompts.new_zeros(1), prompts.flatten(), prompts.new_full((1,), n_tokens)])
+        need(bool((places.diff() >= 0).all()), f"prompts are at 0 to {n_tokens}, one after the other")
 
 
 def _check_frames(stored: dict[str, Tensor], heads: int, dim: int, n_tokens: int, need: Need) -> None:
@@ -218,6 +224,8 @@ def _fill(layer_cache: LayerCache, stored: dict[str, Tensor], n_tokens: int) -> 
         layer_cache.sequence_state.origins[0] = stored["origins"]
     if "memory" in stored:
         layer_cache.sequence_state.memories[0] = stored["memory"]
+    if "prompts" in stored:
+        layer_cache.sequence_state.prompts[0] = tuple((begin, end) for begin, end in stored["prompts"].tolist())
     for prefix, attribute in STORED_PARTS.items():
         if (state := getattr(layer_cache.sequence_state, attribute)) is not None:
             state.adopt({k.removeprefix(f"{prefix}."): t for k, t in stored.items() if k.startswith(f"{prefix}.")})

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: Codecs whose files this command makes.
 KVQUANT, TRANSFORM = "kvquant", "transform"
+#: The method whose file this command makes.
+TRIATTENTION = "triattention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,11 @@ def calibrate(
     out: Annotated[Path, typer.Option(help="The file to write (.safetensors).")],
     model: ModelOptions,
     codec: Annotated[
-        str, typer.Option(help="kvquant: codecs kvquant2 to kvquant4; transform: the storage codec transform:BITS.")
+        str,
+        typer.Option(
+            help="kvquant: codecs kvquant2 to kvquant4; transform: the storage codec transform:BITS; triattention: "
+            "query centres of that method."
+        ),
     ] = KVQUANT,
     text: Annotated[
         list[Path] | None,
@@ -80,21 +86,24 @@ def calibrate(
     kvquant: KvquantChoice,
     transform: TransformChoice,
 ) -> None:
-    """Measure a model on texts, for kvquant2 to kvquant4 or the storage codec transform.
+    """Measure a model on texts, for kvquant2 to kvquant4, the storage codec transform or the method triattention.
 
     For kvquant a text has 16,000 tokens or more. For transform it takes minutes and no gradients; an interrupted run
     continues from OUT.resume when it is started again.
     """
-    if codec not in (KVQUANT, TRANSFORM):
-        raise unknown("codec to calibrate", codec, (KVQUANT, TRANSFORM))
-    other = transform if codec == KVQUANT else kvquant
-    for name in sorted(other.given):
-        raise OptionError(f"--{name.replace('_', '-')} is no option of codec {codec}; leave it out")
+    groups = {KVQUANT: kvquant, TRANSFORM: transform, TRIATTENTION: None}
+    if codec not in groups:
+        raise unknown("codec to calibrate", codec, groups)
+    for other, group in groups.items():
+        for name in sorted(group.given) if group is not None and other != codec else ():
+            raise OptionError(f"--{name.replace('_', '-')} is no option of codec {codec}; leave it out")
     texts = text or []
     if codec == KVQUANT:
         if len(texts) != 1:
             raise OptionError("codec kvquant is calibrated on one text: give --text once")
         about = _kvquant(model, texts[0], out, windows, length, kvquant)
+    elif codec == TRIATTENTION:
+        about = _triattention(model, texts, out, windows, length)
     else:
         about = _transform(model, texts, out, windows, length, transform)
     errors().print(f"[dim]{about} · {escape(str(out))}: {size(out.stat().st_size)}[/]", soft_wrap=True, highlight=False)
@@ -151,6 +160,23 @@ def _transform(
             )
     found.save(out)
     return f"{len(found.layers)} layers · {found.calibrated.tokens:,} tokens"
+
+
+def _triattention(model: ModelOptions, texts: list[Path], out: Path, windows: int, length: int) -> str:
+    """Write the query centres of a model; returns words about them."""
+    from millpond.hf.calibration.query_centres import measure_centres
+    from millpond.hf.calibration.texts import default_texts, given_texts
+
+    loaded, tokenizer = model.load()
+    given = given_texts(tokenizer, texts, windows, length)
+    with notes():
+        if not given:
+            with _bar("sampling texts") as progress:
+                given = default_texts(loaded, tokenizer, length, progress)
+        with _bar("measuring") as progress:
+            centres = measure_centres(loaded, given, progress)
+    out.write_bytes(centres.content())
+    return f"{len(centres.mean)} layers · {sum(ids.numel() for ids in given):,} tokens"
 
 
 def parse_bits(text: str, name: str) -> list[int]:

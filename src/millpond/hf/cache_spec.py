@@ -91,8 +91,8 @@ class CacheSpec:
         if isinstance(self.stored, LayerCodecs) and in_bytes and self.policy.needs_all_layers:
             raise BudgetError(
                 f"budget {self.budget}: this method lets all layers compete for entries, which codec "
-                f"{self.stored.name!r} stores in different sizes, so no number of entries has these bytes; give tokens "
-                "or a share, or one codec"
+                f"{self.stored.name!r} stores in different sizes, so no number of entries has these bytes; give "
+                "across=false if the method has it, tokens or a share, or one codec"
             )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import bisect
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from millpond.budget import DEFAULT, Budget
 from millpond.cache.layer.layer_cache import LayerCache
@@ -18,6 +20,7 @@ from millpond.policy.layer_allocation import LayerAllocation, PromptLayers, spli
 from millpond.policy.policy import Policy
 from millpond.policy.protect import kept_beyond_budget
 from millpond.policy.scores.attention import Recency
+from millpond.policy.view import View
 
 
 class BudgetFloorWarning(UserWarning):
@@ -77,17 +80,22 @@ class LayerBudgets:
         if self.budget is None:
             return UNBOUNDED
         seen = self.at_prompt_end(sequence, seen)
-        layers = self._policy.layers
+        layers, average = self._policy.layers, self._average(table, seen, kept)
         if isinstance(layers, PromptLayers):
-            layers = self._decide(layers, layer, sequence)
+            layers = self._decide(layers, layer, sequence, average - kept)
         max_entries = [min(seen, max(window - 1, 1) if window else seen) for window in self._windows]
         min_entries = self._policy.protect.minimum()
-        average = self._average(table, seen, kept)
         max_entries = [max(entries - kept, min_entries) for entries in max_entries] if kept else max_entries
         return split_budget(layers, average - kept, min_entries, max_entries)[layer] + kept
 
-    def _decide(self, layers: PromptLayers, layer: int, sequence: int) -> LayerAllocation:
+    def _decide(self, layers: PromptLayers, layer: int, sequence: int, average: int) -> LayerAllocation:
         """Return the allocation that the first layer decides when it plans; the others follow.
+
+        Args:
+            layers: Allocation of the policy.
+            layer: Index of the layer.
+            sequence: Sequence in the batch.
+            average: Entries per KV head on average over the layers, which scores may depend on.
 
         Raises:
             OptionError: the first layer plans before the others have read the prompt.
@@ -96,10 +104,14 @@ class LayerBudgets:
             if any(layer_cache.columns != self.layer_caches[0].columns for layer_cache in self.layer_caches):
                 raise OptionError(
                     "layer budgets that depend on the prompt are known when all layers have read it, which assisted "
-                    "generation does not wait for; use another method with it"
+                    "generation does not wait for; give across=false if the method has it, or use another one"
                 )
+
+            def measure(view: View) -> Any:
+                return layers.measure(replace(view, budget=average))
+
             self._decided[sequence] = layers.decide(
-                [layer_cache.measure(sequence, layers.measure) for layer_cache in self.layer_caches]
+                [layer_cache.measure(sequence, measure) for layer_cache in self.layer_caches]
             )
         return self._decided[sequence]
 

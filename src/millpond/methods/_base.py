@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from millpond.errors import OptionError
 from millpond.methods import METHODS
 from millpond.option_files import named_in
 from millpond.option_ranges import brief
+from millpond.policy.head_allocation import Ada
+from millpond.policy.layer_allocation import AcrossLayers
 from millpond.policy.policy import Policy
 
 #: A slash begins an option only before `name=`, so that a value may hold one (a path).
@@ -67,3 +70,19 @@ def merge_steps(owner: str, every: int, merges: bool) -> int:
     if every > 1 and not merges:
         raise OptionError(f"{owner}: every={every}, but nothing is merged while decoding; leave it out")
     return every
+
+
+def across_layers(owner: str, policy: Policy, across: bool) -> Policy:
+    """Return the policy, with one budget for the heads of all layers if `across`.
+
+    Raises:
+        OptionError: it evicts at each step or in chunks, before all layers have read what follows.
+    """
+    if not across:
+        return policy
+    if policy.every_step or policy.prefill != "once":
+        raise OptionError(
+            f"{owner}: across=true shares one budget over all layers once they have all read the prompt, and entries "
+            "that leave at each step or chunk leave before; give across=false, or prefill='once' and decode='grow'"
+        )
+    return replace(policy, heads=Ada(alpha=0.0), layers=AcrossLayers(policy.protect, policy.score))

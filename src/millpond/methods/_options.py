@@ -40,3 +40,16 @@ ChunkedPrefill = Annotated[
     "plan once, at the prompt's end, or evict behind every chunk, so that no more than budget + chunk is ever held",
 ]
 Chunk = Annotated[int, "tokens between two evictions, with prefill=chunks", SOME_POSITIONS]
+
+Across = Annotated[
+    bool, "the heads of all layers compete for one budget; else every layer has its own, and each head of it the same"
+]
+
+#: Methods that plan while they decode, once some entries have gathered.
+PromptStays = Annotated[
+    bool, "the whole prompt stays, where it leaves a place free besides the newest entries; else it competes"
+]
+RoundLength = Annotated[
+    int, "while decoding: entries that gather beyond the budget before the next plan", SOME_POSITIONS
+]
+PlannedDecode = Annotated[Literal["evict", "grow"], "after the prompt: evict what has gathered, or grow"]

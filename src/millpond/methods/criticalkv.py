@@ -51,9 +51,8 @@ class CriticalValues(WrappedScore):
         selected = keep_best(attention, view.free, torch.zeros_like(view.free), first)
         # only the others need their norms, at the cost of the whole output projection
         columns = (~selected).int().topk(int((~selected).sum(1).max()), dim=1).indices
-        maps = view.output_maps
-        step = -(-maps.shape[2] // self.numbers) if self.numbers else 1
-        norms = output_norms(columns_of(view.stored("values"), columns), maps[..., ::step]).to(attention.dtype) * step
+        norms = effect_norms(columns_of(view.stored("values"), columns), view.output_maps, self.numbers)
+        norms = norms.to(attention.dtype)
         value = torch.zeros_like(attention).scatter_(1, columns, (attention.gather(1, columns) + self.eps) * norms)
         above = torch.where(view.free, value, 0).amax()
         return torch.where(selected, 1 + above + attention, value)
@@ -65,6 +64,15 @@ def output_norms(values: Tensor, maps: Tensor) -> Tensor:
     values (H, N, D), maps (H * group, D, hidden size).
     """
     return ops.absolute_sums(values, maps.transpose(1, 2)) * len(values) / len(maps)
+
+
+def effect_norms(values: Tensor, maps: Tensor, numbers: int) -> Tensor:
+    """Return `output_norms` summed over at most `numbers` of the output; 0 for all.
+
+    These are evenly spread, and the sum is scaled to that of all numbers.
+    """
+    step = -(-maps.shape[2] // numbers) if numbers else 1
+    return output_norms(values, maps[..., ::step]) * step
 
 
 @method("criticalkv", paper="arXiv:2502.03805")

@@ -12,7 +12,8 @@ from millpond.errors import OptionError
 from millpond.kernels.decode_rules import Evict, Reduce, Signal
 from millpond.kernels.eager.softmax import reduce_group
 from millpond.methods import method
-from millpond.methods._options import GrowInPaper, Recent
+from millpond.methods._base import across_layers
+from millpond.methods._options import Across, GrowInPaper, Recent
 from millpond.option_ranges import POSITIONS, Range
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
@@ -97,6 +98,7 @@ def expected_attention(
     sinks: Annotated[int, "first positions that always stay, and whose queries do not count", POSITIONS] = 4,
     recent: Recent = 0,
     decode: GrowInPaper = "grow",
+    across: Across = False,
 ) -> Policy:
     """Keep entries with long values that later queries should attend to, for any question.
 
@@ -111,9 +113,10 @@ def expected_attention(
     decode="evict" continues with the queries of each step, and each ends with a plan, which is slow; the paper waits
     for a number of steps.
     """
-    return Policy(
+    policy = Policy(
         score=ExpectedAttentionScore(future, covariance, value_norms, eps, reduce),
         protect=Protect(sinks=sinks, recent=recent),
         every_step=decode == "evict",
         once=decode == "once",
     )
+    return across_layers("expected_attention", policy, across)

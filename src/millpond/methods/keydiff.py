@@ -1,7 +1,8 @@
 """KeyDiff: keys unlike the mean key are kept (Park et al., 2025, arXiv:2504.15364)."""
 
 from millpond.methods import method
-from millpond.methods._options import Chunk, ChunkedPrefill, Grow, Recent, SinksAdded
+from millpond.methods._base import across_layers
+from millpond.methods._options import Across, Chunk, ChunkedPrefill, Grow, Recent, SinksAdded
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.key_geometry import KeyDifference
@@ -14,6 +15,7 @@ def keydiff(
     prefill: ChunkedPrefill = "once",
     chunk: Chunk = 256,
     decode: Grow = "grow",
+    across: Across = False,
 ) -> Policy:
     """Keep the entries whose keys point away from the mean direction of their head.
 
@@ -24,7 +26,7 @@ def keydiff(
     the paper does. decode="evict" continues at each step, the paper's rule in blocks of one; each ends with a plan, and
     is slow.
     """
-    return Policy(
+    policy = Policy(
         score=KeyDifference(),
         protect=Protect(sinks=sinks, recent=recent),
         prefill=prefill,
@@ -32,3 +34,4 @@ def keydiff(
         every_step=decode == "evict",
         once=decode == "once",
     )
+    return across_layers("keydiff", policy, across)

@@ -78,21 +78,22 @@ def kvzip(
     ask: Annotated[str, "prompt of the repetition; or token ids such as 5;6; or none"] = "Repeat the previous context:",
     chunk: Annotated[int, "tokens that are repeated in one pass", SOME_POSITIONS] = 2048,
     alpha: Annotated[float, "share of the budget that every head is guaranteed, 0 to 1", SHARE] = 0.0,
-    across: Annotated[bool, "the heads of all layers compete (the paper); else every layer has its budget"] = False,
+    across: Annotated[bool, "the heads of all layers compete (the paper); else every layer has its budget"] = True,
     sinks: Sinks = 4,
 ) -> Policy:
     """Keep the entries attended to when the model repeats its context, for any later question.
 
     After a prompt the model reads it once more (without the token that marks a text's beginning), behind a question
     for it and over its own cache. s_j = max_i max_h A_hij over the tokens i of question and repetition and the query
-    heads h of the KV head (Equation 2). The heads of a layer compete for its budget, and with `across` those of all
-    layers for that of the model, as in the paper; then one layer may hold several times as much as another. The
-    repetition is taken back, costs about a second prefill, and changes no output.
+    heads h of the KV head (Equation 2). The heads of all layers compete for the budget of the model, so that one
+    layer may hold several times as much as another; no layer is guaranteed more than its sinks. across=false gives
+    every layer the same total, for which its heads compete. The repetition is taken back, costs about a second prefill,
+    and changes no output.
 
-    Departs from the paper: every layer has the same total unless `across` is set. There the softmax is over the
-    repeated chunk and the question alone; here it is the model's own, over everything held, and every entry counts in
-    every pass. Each later turn, and each chunk of a prompt in chunks, is repeated when it ends, with what was decoded
-    before it; older entries keep the larger of their scores. Not for assisted generation.
+    Departs from the paper: there the softmax is over the repeated chunk and the question alone; here it is the model's
+    own, over everything held, and every entry counts in every pass. Each later turn, and each chunk of a prompt in
+    chunks, is repeated when it ends, with what was decoded before it; older entries keep the larger of their scores.
+    Not for assisted generation.
     """
     if len(ask) > MAX_TEXT:
         raise OptionError(f"kvzip: ask={brief(ask)} has {len(ask):,} characters and may have {MAX_TEXT:,}")
@@ -101,11 +102,12 @@ def kvzip(
     ids = tuple(int(part) if len(part) <= ID_DIGITS else -1 for part in parts) if are_ids else None
     if ids and not all(IDS.holds(token_id) for token_id in ids):
         raise OptionError(f"kvzip: ask={brief(ask)}: token ids must be {IDS}")
+    protect = Protect(sinks=sinks)
     return ReconstructionPolicy(
         score=Rebuilt(),
-        protect=Protect(sinks=sinks),
+        protect=protect,
         heads=Ada(alpha),
-        layers=AcrossLayers(sinks) if across else EvenLayers(),
+        layers=AcrossLayers(protect) if across else EvenLayers(),
         every_step=False,
         ask=ask,
         ids=ids,

@@ -72,7 +72,7 @@ def locret(
     grace = 1 if decode == "evict" else 0  # an entry gets its score when its step has stored it
     return Policy(
         score=Retained(_load(heads), expecting=compete != "no"),
-        layers=AcrossLayers(sinks) if compete == "model" else EvenLayers(),
+        layers=AcrossLayers(Protect(sinks=sinks)) if compete == "model" else EvenLayers(),
         heads=Uniform() if compete == "no" else Ada(alpha=0.0, every=ROUND if decode == "evict" else 0),
         protect=Protect(sinks=sinks, recent=recent, grace=grace),
         prefill=prefill,

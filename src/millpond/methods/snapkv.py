@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from millpond.errors import OptionError
 from millpond.methods import method
-from millpond.methods._options import GrowInPaper, SinksAdded
+from millpond.methods._base import across_layers
+from millpond.methods._options import Across, GrowInPaper, SinksAdded
 from millpond.option_ranges import POOL_WIDTHS, QUERIES
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
@@ -21,6 +22,7 @@ def snapkv(
     ] = "mean",
     sinks: SinksAdded = 0,
     decode: GrowInPaper = "grow",
+    across: Across = False,
 ) -> Policy:
     """Keep what the last queries of the prompt attend to, chosen per KV head, once.
 
@@ -40,10 +42,11 @@ def snapkv(
     """
     if kernel % 2 == 0:
         raise OptionError(f"snapkv: kernel={kernel} must be odd, so that the pool keeps its place")
-    return Policy(
+    policy = Policy(
         score=WindowAttention(window=window, kernel=kernel, pool=pool),
         protect=Protect(sinks=sinks, recent=window),
         reduce=reduce,
         every_step=decode == "evict",
         once=decode == "once",
     )
+    return across_layers("snapkv", policy, across)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
+from millpond.policy.protect import Protect
+from millpond.policy.scores.attention import Score
 from millpond.policy.view import View
 
 
@@ -226,10 +228,12 @@ class AcrossLayers:
     competition of all heads of the model, but that each layer has a whole number of entries per KV head.
 
     Attributes:
-        sinks: First positions that stay in every head.
+        protect: Entries that stay in every head of every layer.
+        score: Score of the entries; None for the signal itself.
     """
 
-    sinks: int = 0
+    protect: Protect = field(default_factory=Protect)
+    score: Score | None = None
 
     def check(self, n_layers: int) -> None:
         """Accept every model."""
@@ -237,11 +241,15 @@ class AcrossLayers:
     def measure(self, view: View) -> Tensor:
         """Return the scores of a layer's entries, (KV heads, entries) float32.
 
-        inf for sinks, -inf where there is no entry.
+        inf for protected ones, -inf where there is no entry.
         """
-        assert view.signal is not None, "the cache provides the signal that a score declares"
-        scores = view.signal.float().masked_fill(view.positions < self.sinks, torch.inf)
-        return scores.masked_fill(~view.valid, -torch.inf)
+        pinned = self.protect.mask(view, view.budget, view.turn)
+        if self.score is None:
+            assert view.signal is not None, "the cache provides the signal that a score declares"
+            scores = view.signal
+        else:
+            scores = self.score.score(replace(view, pinned=pinned), 0)
+        return scores.float().masked_fill(pinned, torch.inf).masked_fill(~view.valid, -torch.inf)
 
     def decide(self, measured: Sequence[Tensor]) -> LayersByScore:
         """Return the allocation for layers with these scores."""

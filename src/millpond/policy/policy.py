@@ -99,13 +99,15 @@ class Policy:
             raise OptionError("what is compressed once grows while decoding; a policy that evicts at each step cannot")
         if self.needs_all_layers and (self.prefill == "greedy" or (self.plans_each_step and self.merge is None)):
             raise OptionError(
-                "layer budgets that depend on the prompt need a score that plans once at its end, not at each token"
+                "layer budgets that depend on the prompt need a score that plans once at its end, not at each token; "
+                "give across=false, or a method whose layers have budgets of their own"
             )
         if self.scores_entries and (self.prefill == "greedy" or self.shared):
             raise OptionError("scores given to each KV head when an entry is written need prefill='once' or 'chunks'")
         if self.prefill == "chunks":
             self._check_chunks()
         self._check_merge()
+        self._check_prompt_protection()
 
     def check_prompt(self, n_tokens: int) -> None:
         """Refuse a prompt so long that these options would take far longer than others.
@@ -159,6 +161,20 @@ class Policy:
             raise OptionError(
                 f"heads compete every {self.decode_allocation.every} steps and drop what they lose; with merging they "
                 "compete at each plan, so set every=0"
+            )
+
+    def _check_prompt_protection(self) -> None:
+        if not self.protect.prompt:
+            return
+        if self.every_step and not self.plans_each_step:
+            raise OptionError(
+                "a prompt is protected by plans, and this score evicts in the decode kernel, which knows no prompts; "
+                "use random_attention, vase, triattention or rkv, or mark its spans (PromptMarks(keep=...))"
+            )
+        if self.prefill != "once" or self.positions != "absolute":
+            raise OptionError(
+                "a prompt is protected as a whole, at its end and where it lies; use prefill='once' and "
+                "positions='absolute'"
             )
 
     @property

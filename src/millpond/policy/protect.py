@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -30,17 +31,19 @@ def kept_beyond_budget(n_kept: int, least: int, budget: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Protect:
-    """Sinks, recent entries and a grace period.
+    """Sinks, recent entries, a grace period and prompts.
 
     Attributes:
         sinks: The first positions of the text, never evicted.
         recent: The newest positions: a count (int) or a share of the budget (float in 0..1).
         grace: Steps for which a new entry cannot be evicted, whatever `recent` is.
+        prompt: Whether prompts stay whole, see `prompts_that_fit`.
     """
 
     sinks: int = 0
     recent: int | float = 0
     grace: int = 0
+    prompt: bool = False
 
     def __post_init__(self) -> None:
         for name in ("sinks", "recent", "grace"):
@@ -81,10 +84,31 @@ class Protect:
         """Whether a later turn of `tokens` stays whole: short, and half of what sinks leave."""
         return tokens <= min(SHORT_TURN_TOKENS, (budget - self.sinks) // 2)
 
+    def prompts_that_fit(self, prompts: Sequence[tuple[int, int]], budget: int) -> list[tuple[int, int]]:
+        """Return the spans of a text's prompts that stay whole, the newest first.
+
+        A prompt stays if it leaves a place free besides the sinks, the newest entries and newer prompts that stay. Its
+        length alone decides, so that it stays for as long as no other prompt follows. One that does not fit competes.
+
+        Args:
+            prompts: [begin, end) of the first prompt and of each later turn, oldest first.
+            budget: Entries per head.
+        """
+        if not self.prompt:
+            return []
+        room, fitting = budget - self.sinks - self.newest(budget), []
+        for begin, end in reversed(prompts):
+            if end - begin < room:
+                room -= end - begin
+                fitting.append((begin, end))
+        return fitting
+
     def mask(self, view: View, budget: int, turn: int = 0) -> Tensor:
         """Return (H, N) bool: the protected entries, and the newest `turn` if `keeps_short_turn`."""
         count = self.newest(budget)
         if self.keeps_short_turn(turn, budget):
             count = max(count, turn)
-        newest = view.positions >= view.seen - count
-        return view.valid & (newest | (view.positions < self.sinks))
+        protected = (view.positions >= view.seen - count) | (view.positions < self.sinks)
+        for begin, end in self.prompts_that_fit(view.prompts, budget):
+            protected |= (view.positions >= begin) & (view.positions < end)
+        return view.valid & protected

@@ -47,9 +47,11 @@ class View:
             rules of their own.
         head_local: Newest positions that `HeadRule.LOCAL` has kept since then.
         recent_attention: Attention of the last queries, see `window_signal`; None if no queries are kept.
+        attention_rows: Attention of each of the last queries, see `window_rows`; None if no queries are kept.
         log_masses: (H, N) float32, the log of how many entries each one stands for; None if each is one.
         memory: State of the last merge of this sequence for the next; None for nothing.
         fair: Spans that keep a share of the budget; None for none.
+        prompts: [begin, end) of the first prompt and of each later turn, oldest first, for a policy that protects them.
     """
 
     positions: Tensor
@@ -67,9 +69,11 @@ class View:
     head_kinds: Tensor | None = None
     head_local: int = 0
     recent_attention: Callable[[], Tensor] | None = None
+    attention_rows: Callable[[int], Tensor] | None = None
     log_masses: Tensor | None = None
     memory: Tensor | None = None
     fair: FairSpans | None = None
+    prompts: tuple[tuple[int, int], ...] = ()
 
     @property
     def keys(self) -> Tensor:
@@ -105,6 +109,14 @@ class View:
         """(H, N) float32: attention that each entry has received from the last queries alone."""
         assert self.recent_attention is not None, "the cache keeps the last queries for a score that reads them"
         return self.recent_attention()
+
+    def window_rows(self, head: int) -> Tensor:
+        """Return (group, w, N): attention of each of the last w queries to a KV head's entries.
+
+        It is float32 or wider, and that of every query head of its group; unlike `window_signal` nothing is summed.
+        """
+        assert self.attention_rows is not None, "the cache keeps the last queries for a score that reads them"
+        return self.attention_rows(head)
 
     def received(self, begin: int, end: int) -> Tensor:
         """Return (H, group, N) float32: attention to each entry from its KV head's query heads.

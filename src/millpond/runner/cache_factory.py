@@ -138,8 +138,8 @@ class CacheFactory(CacheLayout):
         if tier is not None and policy.needs_all_layers:
             raise OptionError(
                 f"method {method!r} compares all layers when it plans, and those on the disk are here one at a time; "
-                "keep KV in memory (a plan with kv={'host': 1}), or use a method that plans each layer alone, such as "
-                "'h2o' or 'snapkv'"
+                "keep KV in memory (a plan with kv={'host': 1}), give across=false if the method has it, or use one "
+                "that plans each layer alone, such as 'h2o' or 'snapkv'"
             )
         rotations: list[ModelRotation | None] = []
         if reach is not None:
@@ -258,8 +258,8 @@ def check_on_host(method: str, policy: Policy, host_kv: HostKV, has_codes: bool)
     if not attends_on_host(policy):
         raise OptionError(
             f"method {method!r} compares all layers when it plans, or reads the model's rotation, token ids or trained "
-            "weights, which are on the device; keep KV there (a plan with kv={'device': 1}), or use a method that "
-            "scores by attention in each layer alone, such as 'h2o' or 'snapkv'"
+            "weights, which are on the device; keep KV there (a plan with kv={'device': 1}), give across=false if the "
+            "method has it, or use one that scores by attention in each layer alone, such as 'h2o' or 'snapkv'"
         )
 
 

@@ -87,6 +87,11 @@ def refusal(policy: Policy) -> str | None:
         return f"was given prefill={policy.prefill!r}; leave it out and give prefill='chunks' of the engine"
     if isinstance(policy.heads, PromptHeadAllocation):
         return "gives heads rules of their own, and a block holds as many entries of each head"
+    if policy.protect.prompt:
+        return "keeps a whole prompt, whose end a block is not told; give prompt=false, or mark its spans"
     if isinstance(policy.layers, PromptLayers):
-        return "shares its budget among layers by the prompt, and a block holds as many entries of each layer"
+        return (
+            "shares its budget among layers by the prompt (across=true, where it has that), and a block holds as many "
+            "entries of each layer"
+        )
     return None

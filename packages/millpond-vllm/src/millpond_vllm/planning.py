@@ -20,6 +20,7 @@ from millpond.plugins import (
     View,
     WindowAttention,
     WindowSignalArgs,
+    window_probabilities,
     window_signal,
 )
 
@@ -131,6 +132,15 @@ def _view(policy: Policy, given: Competition, shape: AttentionShape, aside: Tens
         args = WindowSignalArgs(given.queries, given.keys, at, given.positions, shape, reduce)
         return ordered(window_signal(args))
 
+    def rows(head: int) -> Tensor:
+        assert given.queries is not None, "the window's queries are remembered for a score that reads them"
+        group, width = len(given.queries) // len(given.keys), given.queries.shape[1]
+        at = torch.arange(given.seen - width, given.seen, dtype=torch.int32, device=given.queries.device)
+        one, own = slice(head, head + 1), slice(head * group, (head + 1) * group)
+        args = WindowSignalArgs(given.queries[own], given.keys[one], at, given.positions[one], shape)
+        found = window_probabilities(args)[0]
+        return found if order is None else found[..., order[head]]
+
     signal = None
     if policy.gathers:
         assert given.sums is not None, "what entries gather is kept for a score that reads it"
@@ -145,6 +155,7 @@ def _view(policy: Policy, given: Competition, shape: AttentionShape, aside: Tens
         read_entries=lambda part: ordered(given.keys if part == "keys" else given.values),
         outputs=given.outputs,
         recent_attention=latest,
+        attention_rows=rows,
     )
     if not policy.sums_queries:
         return view

@@ -28,6 +28,7 @@ from millpond.kernels.args import (
 )
 from millpond.kernels.cuda_graphs import RecordedDecode
 from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Reduce, Signal
+from millpond.kernels.eager.attention import window_probabilities
 from millpond.kernels.eager.softmax import INF, reduce_group, soft_cap
 
 
@@ -257,6 +258,27 @@ class PagedAttention:
         """
         args = WindowSignalArgs(q, entries.keys, q_pos, entries.positions, self.shape, reduce, entries.log_masses)
         return ops.window_signal(args)
+
+    def look_back_rows(self, sequence: int, q: Tensor, q_pos: Tensor, entries: Entries, head: int) -> Tensor:
+        """Return attention of each earlier query, (group, w, N): `window_probabilities`.
+
+        It is that to the entries of one KV head. q: (Hq, w, key_dim) at q_pos (w,).
+        """
+        keys, one = self.keys(sequence, entries), slice(head, head + 1)
+        group, n_heads = len(q) // len(keys), len(keys)
+        sinks, masses = self.shape.sink_logits, entries.log_masses
+        own = slice(head * group, (head + 1) * group)
+        shape = self.shape if sinks is None else replace(self.shape, sink_logits=sinks[own])
+        return window_probabilities(
+            WindowSignalArgs(
+                q[own],
+                keys[one],
+                q_pos,
+                entries.positions.expand(n_heads, -1)[one],
+                shape,
+                log_masses=None if masses is None else masses.expand(n_heads, -1)[one],
+            )
+        )[0]
 
     def keys(self, sequence: int, entries: Entries) -> Tensor:
         """Return the keys that queries meet, (H, N, key_dim)."""

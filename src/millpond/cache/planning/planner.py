@@ -241,6 +241,7 @@ class Planner:
             self._sequence_state.pending.pop(
                 sequence, None
             )  # what waited, of a prompt that was broken off, is found too
+            self._prompt_ends(sequence, seen)
             self.plan(table, sequence, entries, seen)
 
     def add_partial(self, table: PageTable, q: Tensor, q_pos: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
@@ -285,11 +286,18 @@ class Planner:
                 return read_write.replace(into, sequence, entries, entries.positions >= 0)
             if reconstruction is not None:
                 entries = _raised(entries, sequence, reconstruction)
+            self._prompt_ends(sequence, seen)
             self.plan(into, sequence, entries, seen)
 
         into = pages.end(table, sorted(pending), plan)
         pending.clear()
         return into
+
+    def _prompt_ends(self, sequence: int, seen: int) -> None:
+        """Remember where the newest prompt of a sequence lies, if the policy protects prompts."""
+        if self._policy.protect.prompt:
+            begin = self._sequence_state.turns.get(sequence, 0)
+            self._sequence_state.prompts[sequence] = (*self._sequence_state.prompts.get(sequence, ()), (begin, seen))
 
     def stepped(self, table: PageTable, q: Tensor, q_pos: Tensor, positions: np.ndarray) -> None:
         """After a step, evict or merge what the decode kernel could not, down to the budget.

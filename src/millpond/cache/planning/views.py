@@ -50,6 +50,8 @@ class ViewBuilder:
             memory=self._sequence_state.memories.get(sequence),
             log_masses=None if entries.log_masses is None else columns_of(entries.log_masses, order),
             recent_attention=lambda: columns_of(self._latest(sequence, entries), order),
+            attention_rows=lambda head: self._rows(sequence, entries, head)[..., order[head]],
+            prompts=self._sequence_state.prompts.get(sequence, ()),
         )
         if self._policy.sums_queries:
             view = self._with_moments(view, sequence)
@@ -75,6 +77,11 @@ class ViewBuilder:
         """Return the attention of the last kept queries, (H, N) float32."""
         q, q_pos = self._sequence_state.queries.last(sequence)
         return self._attention.look_back(sequence, q, q_pos, entries, REDUCE[self._policy.reduce])
+
+    def _rows(self, sequence: int, entries: Entries, head: int) -> Tensor:
+        """Return attention of each of the last kept queries to one KV head, (group, w, N)."""
+        q, q_pos = self._sequence_state.queries.last(sequence)
+        return self._attention.look_back_rows(sequence, q, q_pos, entries, head)
 
     def _with_moments(self, view: View, sequence: int) -> QueryView:
         """Return the view with the moments of the queries of `sequence`."""

@@ -18,6 +18,7 @@ from millpond.cache.types import PerSequence, RotaryEmbedding
 from millpond.policy.policy import Policy
 from millpond.policy.scores.attention import Recency
 from millpond.policy.scores.query_moments import QueryMoments
+from millpond.prompt_marks import Span
 
 #: Queries that are turned and summed at a time: few, so that they stay in the cache.
 BLOCK = 256
@@ -114,6 +115,7 @@ class SequenceState:
         memories: State that the last merge of a sequence left for the next.
         pending: Tokens seen, for sequences with entries that no plan has seen.
         turns: Position at which the newest turn of a sequence begins.
+        prompts: [begin, end) of the prompts of a sequence, oldest first, for a policy that protects them.
         contexts: Tokens of a sequence that trained gates have read.
         ceilings: Entries per KV head on average that plans while decoding may keep, if heads hold fewer.
         columns: Column sums (H, N) float32 of the entries of a sequence that began with the pages of others, until its
@@ -128,6 +130,7 @@ class SequenceState:
     memories: PerSequence[Tensor]
     pending: PerSequence[int]
     turns: PerSequence[int]
+    prompts: PerSequence[tuple[Span, ...]]
     contexts: PerSequence[GateContext]
     ceilings: PerSequence[int]
     columns: PerSequence[Tensor]
@@ -145,6 +148,7 @@ class SequenceState:
         needs = policy.needs
         return cls(
             QueryBuffer(policy),
+            PerSequence(),
             PerSequence(),
             PerSequence(),
             PerSequence(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -121,9 +123,15 @@ def window_signal(args: WindowSignalArgs) -> Tensor:
 
 def _window_rows(args: WindowSignalArgs, begin: int) -> Tensor:
     """Return the attention of the queries from `begin` on, ROWS of them at most."""
-    row_slice = slice(begin, begin + ROWS)
-    q, k, q_pos, k_pos, shape = args.q[:, row_slice], args.k, args.q_pos[row_slice], args.k_pos, args.shape
-    n_kv_heads, dtype = len(k), wide(args.q.dtype)
+    rows = slice(begin, begin + ROWS)
+    part = replace(args, q=args.q[:, rows], q_pos=args.q_pos[rows], lse=None if args.lse is None else args.lse[:, rows])
+    return reduce_group(window_probabilities(part), args.reduce, 1).sum(1).float()
+
+
+def window_probabilities(args: WindowSignalArgs) -> Tensor:
+    """Return the attention of each query of each head, (Hkv, group, w, N), float32 or wider."""
+    q, k, q_pos, k_pos, shape = args.q, args.k, args.q_pos, args.k_pos, args.shape
+    n_kv_heads, dtype = len(k), wide(q.dtype)
     rows = q.to(dtype).view(n_kv_heads, -1, *q.shape[1:])  # (Hkv, group, w, D)
     logits = soft_cap(rows @ k.to(dtype)[:, None].transpose(-1, -2) * shape.scale, shape.softcap)
     logits = with_masses(logits, args.log_masses)
@@ -132,13 +140,10 @@ def _window_rows(args: WindowSignalArgs, begin: int) -> Tensor:
     if shape.window:
         visible &= distance < shape.window
     if args.lse is not None:
-        p = torch.exp(logits - args.lse[:, row_slice].to(dtype).view(*rows.shape[:3], 1)).masked_fill(
-            ~visible[:, None], 0.0
-        )
-    else:
-        sink = shape.sink_logits.to(dtype).view(n_kv_heads, -1, 1, 1) if shape.sink_logits is not None else None
-        p, _ = softmax_with_sink(logits, visible[:, None], sink)
-    return reduce_group(p, args.reduce, 1).sum(1).float()
+        p = torch.exp(logits - args.lse.to(dtype).view(*rows.shape[:3], 1))
+        return p.masked_fill(~visible[:, None], 0.0)
+    sink = shape.sink_logits.to(dtype).view(n_kv_heads, -1, 1, 1) if shape.sink_logits is not None else None
+    return softmax_with_sink(logits, visible[:, None], sink)[0]
 
 
 #: Rows of a matrix of cosines that are held at a time.
