@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from chat_facts import MONTHS, paragraphs
 from safetensors import safe_open
 from torch import Tensor
 
@@ -30,6 +29,7 @@ from millpond.codec.transform.exact_tokens import NEWEST
 from millpond.hf.document import read_document, restore_document, save_document
 from millpond.hf.text_storage import TextStorage, transform_of
 from millpond.models.cache_argument import cache_argument
+from millpond_lab.evals.data.chat_facts import MONTHS, paragraphs
 
 SEED, FACTS, ANSWER = 48, 8, 12
 #: Tokens of a text.

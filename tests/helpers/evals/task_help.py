@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 from collections.abc import Iterable, Mapping
@@ -27,6 +28,20 @@ def word_tokenizer() -> PreTrainedTokenizerBase:
     tokenizer = Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+#: Marks around what each role says, and the head of an answer.
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+def chat_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerBase:
+    """The tokenizer of words, with a chat template of its own."""
+    tokenizer = copy.deepcopy(word_tokenizer())
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 @cache

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import millpond as mp
+from millpond_lab.evals.data.chat_facts import KINDS, FactChat, draw_chats
 from tests.helpers.models import REAL, needs_real_model
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks" / "quality"))
@@ -28,15 +29,20 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def drawn(data: Path, seed: int = chat_facts.SEED) -> list[FactChat]:
+    """The benchmark's chats over the texts of a folder."""
+    return draw_chats([data / name for name in chat_facts.TEXTS], chat_facts.CHATS, seed)
+
+
 def test_chats_are_the_same_for_a_seed(data: Path) -> None:
-    assert chat_facts.draw_chats(data) == chat_facts.draw_chats(data)
-    assert chat_facts.draw_chats(data) != chat_facts.draw_chats(data, seed=8)
+    assert drawn(data) == drawn(data)
+    assert drawn(data) != drawn(data, seed=8)
 
 
 def test_each_fact_is_there_once_and_the_question_does_not_say_it(data: Path) -> None:
-    chats = chat_facts.draw_chats(data)
+    chats = drawn(data)
     assert len(chats) == 20
-    assert {chat.kind for chat in chats} == set(chat_facts.KINDS)
+    assert {chat.kind for chat in chats} == set(KINDS)
     assert {len(chat.messages) for chat in chats} == {2, 6}
     for chat in chats:
         text = "\n".join(message["content"] for message in chat.messages)
@@ -61,7 +67,7 @@ def test_facts_are_counted_where_the_full_cache_states_them() -> None:
 def test_the_default_states_what_the_full_cache_states() -> None:
     assert REAL is not None
     model, tokenizer = mp.load_model(REAL), mp.load_tokenizer(REAL)
-    chats = chat_facts.draw_chats(DATA)
+    chats = drawn(DATA)
     full, default = (
         chat_facts.answered(model, tokenizer, chats, chat_facts.SETTINGS[name]) for name in ("full", "default")
     )

@@ -40,6 +40,8 @@ class Sample:
         tokens: of the context, where the task cuts texts at tokens; what the tokenizer puts before a text comes before
             them. None where the context is tokenized.
         facts: what the pictures group by, for example {"depth": 0.25, "length": 4096}.
+        written: text that the model is made to write behind the context, a token at a time and before any question, as
+            if it were its own answer: what leaves the cache while decoding is judged by what it said there.
     """
 
     id: str
@@ -47,3 +49,4 @@ class Sample:
     questions: tuple[Question, ...]
     facts: dict[str, Any] = field(default_factory=dict)
     tokens: tuple[int, ...] | None = None
+    written: str = ""

@@ -33,7 +33,7 @@ class LookaheadRun:
 
     Attributes:
         prompt: index of the prompt in its batch.
-        moments: tokens read when the opening, and then each question, had been read: when a method evicts.
+        moments: tokens read when the opening, what is written behind it, and then each question, had been read.
         traffic: of each layer.
     """
 
@@ -61,6 +61,10 @@ def run_ahead(
         reader = BatchReader(model, cache, [prompt.opening for prompt in prompts])
         moments = [[seen] for seen in reader.seen]
         tap.asking = True
+        reader.write([prompt.written for prompt in prompts])
+        for row, prompt in enumerate(prompts):
+            if prompt.written:
+                moments[row].append(reader.seen[row])
         for turn in range(max(len(asked) for _, asked in rows)):
             now = [asked[turn] if turn < len(asked) else None for _, asked in rows]
             now = [one if _fits(one, reader, row, limit) else None for row, one in enumerate(now)]

@@ -138,6 +138,8 @@ class Draft:
         questions: their `max_new_tokens` is set by the frame.
         facts: of the sample. length: tokens of this sample, where it is not the task's.
         most: the largest n there is, None where filling never ends.
+        written: `Sample.written`, of n words (or entries) like the context; None: nothing is written.
+        least_answer: tokens that an answer has at least, where it is a sentence around its references.
     """
 
     context: Callable[[int], str]
@@ -145,6 +147,8 @@ class Draft:
     facts: Mapping[str, Any] = field(default_factory=dict)
     length: int | None = None
     most: int | None = None
+    written: Callable[[int], str] | None = None
+    least_answer: int = 0
 
 
 @dataclass(frozen=True)
@@ -193,11 +197,14 @@ class GeneratedTask:
 
     def _filled(self, room: TokenBudget, draft: Draft, name: str) -> Sample:
         length = draft.length or self.length
-        questions = tuple(replace(q, max_new_tokens=_answer_room(room, q)) for q in draft.questions)
+        questions = tuple(
+            replace(q, max_new_tokens=max(_answer_room(room, q), draft.least_answer)) for q in draft.questions
+        )
         asked = max(room.tokens(question.text) + question.max_new_tokens for question in questions)
 
         def size(grains: int) -> int:
-            return room.tokens(draft.context(grains), start=True) + asked
+            written = room.tokens(draft.written(grains)) if draft.written else 0
+            return room.tokens(draft.context(grains), start=True) + written + asked
 
         grains = largest_fitting(size, length, draft.most)
         if grains < 0:
@@ -207,7 +214,8 @@ class GeneratedTask:
             )
         if grains == draft.most:
             raise OptionError(f"{self.name}: there are only {draft.most} words to fill length={length}; lower length")
-        return Sample(name, draft.context(grains), questions, {"length": length, **draft.facts})
+        written = draft.written(grains) if draft.written else ""
+        return Sample(name, draft.context(grains), questions, {"length": length, **draft.facts}, written=written)
 
 
 class EnglishTask(GeneratedTask):

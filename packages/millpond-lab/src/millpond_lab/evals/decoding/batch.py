@@ -49,11 +49,18 @@ class EncodedPrompt:
     Attributes:
         sample: where it comes from. opening: the tokens of the first pass, after which a method evicts.
         asked: its questions; exactly one in the protocol `aware`.
+        written: tokens that are read one by one behind the opening, as answers are, before anything is asked.
     """
 
     sample: Sample
     opening: Tokens
     asked: tuple[EncodedQuestion, ...]
+    written: Tokens = ()
+
+    @property
+    def read_before(self) -> int:
+        """Tokens that are read before the first question: the opening and what is written behind it."""
+        return len(self.opening) + len(self.written)
 
     def rows(self, protocol: Protocol) -> int:
         """How many sequences are decoded at once for it."""
@@ -82,12 +89,18 @@ class PromptBatch:
 def encode(sample: Sample, tokenizer: PreTrainedTokenizerBase, kind: Kind, protocol: Protocol) -> list[EncodedPrompt]:
     """The prompts of one sample: one, or in the protocol `aware` one for each question.
 
+    Where a text is written behind the context, a question comes behind that text in every protocol.
+
     Raises:
         OptionError: the tokenizer does not know the language of the sample.
     """
     context = _context(tokenizer, sample)
     _check_known(tokenizer, sample, context)
     asked = [_asked(tokenizer, index, question, kind) for index, question in enumerate(sample.questions)]
+    written = _tokens(tokenizer, sample.written) if sample.written else ()
+    if written:
+        groups = [(one,) for one in asked] if protocol == "aware" else [tuple(asked)]
+        return [EncodedPrompt(sample, context, group, written) for group in groups]
     if protocol == "aware":
         return [_aware(sample, context, one) for one in asked]
     # without a question's tokens the last one of the context is asked instead
@@ -209,6 +222,11 @@ class BatchReader:
         for part in (long, single):
             if any(part):
                 self._pass(part)
+
+    def write(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Read each row's tokens in decoding steps, as if the model had chosen them itself."""
+        for step in range(max(map(len, tokens), default=0)):
+            self.feed([own[step : step + 1] for own in tokens])
 
     def select(self, rows: Sequence[int]) -> None:
         """Become these rows, in this order; one may be named many times: each is then a copy of its own."""

@@ -23,7 +23,7 @@ def positions_needed(prompt: EncodedPrompt, protocol: Protocol) -> int:
     asked = [len(one.tokens) for one in prompt.asked]
     fed = [max((len(target) for target in one.targets), default=1) - 1 for one in prompt.asked]
     each = [sum(parts) for parts in zip(asked, fed, strict=True)]
-    return len(prompt.opening) + (sum(each) if protocol == "turns" else max(each))
+    return prompt.read_before + (sum(each) if protocol == "turns" else max(each))
 
 
 def check_fit(task: str, protocol: Protocol, prompts: Sequence[EncodedPrompt], limit: int | None) -> None:

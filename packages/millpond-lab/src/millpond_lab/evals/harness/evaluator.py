@@ -151,8 +151,8 @@ class Evaluator:
     def _misfit(self, prompt: EncodedPrompt) -> str:
         if not prompt.opening:
             return "there are no tokens before the question, so there is nothing to compress; use --protocol aware"
-        if self.limit is not None and len(prompt.opening) > self.limit:
-            return f"a prompt of {len(prompt.opening)} tokens is longer than the model's {self.limit} positions"
+        if self.limit is not None and prompt.read_before > self.limit:
+            return f"a prompt of {prompt.read_before} tokens is longer than the model's {self.limit} positions"
         return ""
 
     def _together(self, batch: PromptBatch, records: dict[tuple[str, int], Record]) -> None:
@@ -176,6 +176,8 @@ class Evaluator:
             losses = self._attention_losses(batch, cache) if batch.kind == "fidelity" else {}
             if batch.kind == "fidelity":
                 readers.append(BatchReader(self.model, stack.enter_context(compress(self.model, "full")), openings))
+            for reader in readers:
+                reader.write([prompt.written for prompt in batch.prompts])
             for turns in rounds(readers, batch, self.limit):
                 checked = [None if turn is None else _checked(turn, batch) for turn in turns]
                 results = self._results(batch, readers, [None if t is None or t.failure else t for t in checked])
@@ -194,7 +196,7 @@ class Evaluator:
                 follows = (*asked.tokens, *(asked.targets[0] if asked.targets else ()))
                 tokens = torch.tensor([*prompt.opening, *follows], device=self.model.device)
                 fits = self.limit is None or len(tokens) <= self.limit
-                if follows and fits and batch.protocol != "turns":
+                if follows and fits and batch.protocol != "turns" and not prompt.written:
                     with suppress(UnsupportedModelError):
                         losses = attention_losses(self.model, tokens, len(prompt.opening), kept)
                         found[prompt.sample.id, asked.index] = losses.numbers()
@@ -249,7 +251,7 @@ class Evaluator:
             result.answer,
             result.score,
             result.weight,
-            prompt_tokens=len(turn.prompt.opening) + len(turn.asked.tokens),
+            prompt_tokens=turn.prompt.read_before + len(turn.asked.tokens),
             kept_share=turn.held.share,
             kv_bytes=turn.held.kv_bytes,
             full_kv_bytes=turn.held.full_kv_bytes,

@@ -199,8 +199,10 @@ def _facts(task: Task, samples: Sequence[Sample]) -> TaskFacts:
 
 
 def _told(sample: Sample) -> dict[str, Any]:
-    """A sample as data; tokens only where it has some, so that runs from before there were any continue."""
+    """A sample as data; what it may have only where it has it, so that runs from before there was any continue."""
     whole = asdict(sample)
+    if not sample.written:
+        del whole["written"]
     for part in (whole, *whole["questions"]):
         if part["tokens"] is None:
             del part["tokens"]

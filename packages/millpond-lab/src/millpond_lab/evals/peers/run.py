@@ -153,6 +153,8 @@ def misfit(prompt: EncodedPrompt, limit: int | None) -> str:
     """Why a prompt cannot be asked; "" if it can."""
     if not prompt.opening:
         return "there are no tokens before the question, so there is nothing to compress; use --protocol aware"
+    if prompt.written:
+        return "a peer reads no text token by token before the question; leave this task out here"
     longest = len(prompt.opening) + max(len(asked.tokens) for asked in prompt.asked)
     if limit is not None and longest > limit:
         return f"a prompt of {longest} tokens is longer than the model's {limit} positions"

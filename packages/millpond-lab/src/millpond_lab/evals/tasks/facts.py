@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from millpond.errors import OptionError
-from millpond.option_ranges import SOME_POSITIONS
+from millpond.option_ranges import SOME_POSITIONS, Range
 from millpond_lab.evals.data.generated_task import Draft, EnglishTask, at_least, at_most, number
 from millpond_lab.evals.data.haystack import Haystack, Source, depths
 from millpond_lab.evals.data.synthetic_english import keys
@@ -49,6 +50,7 @@ def pond_facts(
 
 
 _INTRO = "Read the text below with care. You will be asked about it.\n\n"
+_GOES_ON = "Go on with the text below. You will be asked about what you write.\n\n"
 #: Subjects of the facts, each of another kind: a small model confuses facts that differ in a name alone.
 _NUMBERED = (
     "telephone number of the bakery",
@@ -86,17 +88,61 @@ def prose_facts(
 
     An answer counts if the whole number or phrase is in it. The facts of a text are of different kinds.
     """
-    what, value = (_NUMBERED, number) if answer == "number" else (_WORDED, _phrase)
-    at_least("prose_facts", 1, facts=facts, questions=questions)
-    at_most("prose_facts", "questions", questions, "facts", facts)
-    if facts > len(what):
-        raise OptionError(f"prose_facts: facts={facts} must be at most {len(what)}, of which each is another kind")
+    what, value = _checked("prose_facts", answer, facts, questions)
     source = Source("prose", essay)
 
     def write(rng: random.Random, index: int) -> Draft:
         return _draft(rng, rng.sample(what, facts), value, questions, Haystack(source.sentences(rng)))
 
     return EnglishTask("prose_facts", length, write)
+
+
+@task("stated_facts")
+def stated_facts(
+    length: Annotated[int, "tokens of context, written text, question and answer", SOME_POSITIONS] = 2048,
+    prompt: Annotated[float, "share of the text that is the context; the rest is written", Range(0.0, 1.0)] = 0.5,
+    answer: Annotated[Literal["number", "phrase"], "a number of seven digits, or a phrase of seven words"] = "number",
+    facts: Annotated[int, "facts in the written text, at most 8", SOME_POSITIONS] = 4,
+    questions: Annotated[int, "how many of them are asked for, each by itself", SOME_POSITIONS] = 1,
+    essay: Annotated[str, "a text file to fill with, instead of sentences made here"] = "",
+) -> Task:
+    """Answer questions about facts that the answer itself has stated, after its prompt was compressed.
+
+    A text with the facts is written behind the context: it is fed token by token, as if the model had chosen each,
+    so that the rule by which entries leave while decoding decides what is left of them.
+    """
+    what, value = _checked("stated_facts", answer, facts, questions)
+    source = Source("prose", essay)
+
+    def write(rng: random.Random, index: int) -> Draft:
+        before = Haystack(source.sentences(rng))
+        draft = _draft(rng, rng.sample(what, facts), value, questions, Haystack(source.sentences(rng)))
+
+        def context(n: int) -> str:
+            return f"{_GOES_ON}{before.text(int(n * prompt))}\n\n"
+
+        def written(n: int) -> str:
+            return draft.context(n - int(n * prompt)).removeprefix(_INTRO)
+
+        return replace(draft, context=context, written=written)
+
+    return EnglishTask("stated_facts", length, write)
+
+
+def _checked(
+    name: str, answer: str, facts: int, questions: int
+) -> tuple[tuple[str, ...], Callable[[random.Random], str]]:
+    """Subjects of facts, and what draws their values.
+
+    Raises:
+        OptionError: more facts than subjects, or more questions than facts.
+    """
+    what, value = (_NUMBERED, number) if answer == "number" else (_WORDED, _phrase)
+    at_least(name, 1, facts=facts, questions=questions)
+    at_most(name, "questions", questions, "facts", facts)
+    if facts > len(what):
+        raise OptionError(f"{name}: facts={facts} must be at most {len(what)}, of which each is another kind")
+    return what, value
 
 
 def _draft(

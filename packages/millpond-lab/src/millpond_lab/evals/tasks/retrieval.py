@@ -102,50 +102,62 @@ def niah_multikey(
 @task("niah_multivalue", paper="arXiv:2404.06654")
 def niah_multivalue(
     length: Length = 4096,
-    values: Annotated[int, "needles of the one key", SOME_POSITIONS] = 4,
+    values: Annotated[int, "needles of a key", SOME_POSITIONS] = 4,
+    questions: Annotated[int, "keys with as many needles each; every one is asked for by itself", SOME_POSITIONS] = 1,
     essay: Essay = "",
     digits: Digits = SEVEN,
 ) -> Task:
     """Find all the values of one key."""
-    at_least("niah_multivalue", 1, values=values)
+    at_least("niah_multivalue", 1, values=values, questions=questions)
     source, kind = Source("prose", essay), _Kind("niah_multivalue", "number", digits)
 
     def write(rng: random.Random, index: int) -> Draft:
-        (key,), found = draw_keys(rng, 1), [kind.value(rng) for _ in range(values)]
-        needles = [(depth, kind.needle(key, v)) for depth, v in zip(depths(rng, values), found, strict=True)]
-        text = f"\n\nWhat are all the secret numbers of {key} in the text above? The secret numbers of {key} are"
-        return Draft(kind.context(Haystack(source.sentences(rng)), needles), (Question(text, tuple(found)),))
+        names, found = draw_keys(rng, questions), [kind.value(rng) for _ in range(values * questions)]
+        needles = [
+            (depth, kind.needle(names[i % questions], value))
+            for i, (depth, value) in enumerate(zip(depths(rng, len(found)), found, strict=True))
+        ]
+        asks = tuple(
+            Question(
+                f"\n\nWhat are all the secret numbers of {key} in the text above? The secret numbers of {key} are",
+                tuple(found[i::questions]),
+            )
+            for i, key in enumerate(names)
+        )
+        return Draft(kind.context(Haystack(source.sentences(rng)), needles), asks)
 
-    return GeneratedTask(
-        "niah_multivalue", length, write, english={"values": (values, 4), **source.english, **kind.english}
-    )
+    english = {"values": (values, 4), "questions": (questions, 1), **source.english, **kind.english}
+    return GeneratedTask("niah_multivalue", length, write, english=english)
 
 
 @task("niah_multiquery", paper="arXiv:2404.06654")
 def niah_multiquery(
     length: Length = 4096,
     queries: Annotated[int, "keys asked for at once", SOME_POSITIONS] = 4,
+    questions: Annotated[int, "times that as many other keys are asked for, each by itself", SOME_POSITIONS] = 1,
     essay: Essay = "",
     digits: Digits = SEVEN,
 ) -> Task:
     """Find the values of several keys in one answer."""
-    at_least("niah_multiquery", 1, queries=queries)
+    at_least("niah_multiquery", 1, queries=queries, questions=questions)
+    hidden = queries * questions
     source, kind = Source("prose", essay), _Kind("niah_multiquery", "number", digits)
 
     def write(rng: random.Random, index: int) -> Draft:
-        names = draw_keys(rng, queries)
+        names = draw_keys(rng, hidden)
         values = [kind.value(rng) for _ in names]
-        rows = zip(depths(rng, queries), names, values, strict=True)
+        rows = zip(depths(rng, hidden), names, values, strict=True)
         needles = [(depth, kind.needle(key, value)) for depth, key, value in rows]
-        order = rng.sample(range(queries), queries)
-        asked = ", ".join(names[i] for i in order)
-        text = f"\n\nWhat are the secret numbers of {asked} in the text above? In this order, they are"
-        question = Question(text, tuple(values[i] for i in order))
-        return Draft(kind.context(Haystack(source.sentences(rng)), needles), (question,))
+        shuffled = rng.sample(range(hidden), hidden)
+        asks = []
+        for order in (shuffled[begin : begin + queries] for begin in range(0, hidden, queries)):
+            asked = ", ".join(names[i] for i in order)
+            text = f"\n\nWhat are the secret numbers of {asked} in the text above? In this order, they are"
+            asks.append(Question(text, tuple(values[i] for i in order)))
+        return Draft(kind.context(Haystack(source.sentences(rng)), needles), tuple(asks))
 
-    return GeneratedTask(
-        "niah_multiquery", length, write, english={"queries": (queries, 4), **source.english, **kind.english}
-    )
+    english = {"queries": (queries, 4), "questions": (questions, 1), **source.english, **kind.english}
+    return GeneratedTask("niah_multiquery", length, write, english=english)
 
 
 class _Kind:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from millpond.errors import OptionError
 from millpond.option_ranges import POSITIONS, SOME_POSITIONS, Range
-from millpond_lab.evals.data.generated_task import Draft, GeneratedTask, at_least, letters, number
+from millpond_lab.evals.data.generated_task import Draft, GeneratedTask, at_least, at_most, letters, number
 from millpond_lab.evals.data.haystack import Haystack, Source, depths
 from millpond_lab.evals.data.synthetic_english import ALL_WORDS, keys, words
 from millpond_lab.evals.metrics import in_order
@@ -96,10 +96,12 @@ def tracking(
         SOME_POSITIONS,
     ] = None,
     hops: Annotated[int, "times that a value is passed on in a chain", SOME_POSITIONS] = 4,
+    questions: Annotated[int, "how many of the chains are asked for, each by itself", SOME_POSITIONS] = 1,
 ) -> Task:
     """Name every variable that holds a value, through a chain of assignments."""
     n_chains, source = 1 if chains is None else chains, Source("noise")
-    at_least("tracking", 1, chains=n_chains, hops=hops)
+    at_least("tracking", 1, chains=n_chains, hops=hops, questions=questions)
+    at_most("tracking", "questions", questions, "chains", n_chains)
 
     def write(rng: random.Random, index: int) -> Draft:
         names = _names(rng, n_chains * (hops + 1))
@@ -112,14 +114,20 @@ def tracking(
             holds = [value, *row[:-1]]
             steps = [f"VAR {name} = {held}." for name, held in zip(row, holds, strict=True)]
             needles += list(zip(depths(rng, hops + 1), steps, strict=True))
-        asked, hay = rng.randrange(n_chains), Haystack(source.sentences(rng))
-        text = (
-            f"\n\nWhich {hops + 1} variables hold the value {values[asked]}, directly or through other variables? "
-            f"The variables are"
+        first, hay = rng.randrange(n_chains), Haystack(source.sentences(rng))
+        asks = tuple(
+            Question(
+                f"\n\nWhich {hops + 1} variables hold the value {values[i]}, directly or through other variables? "
+                f"The variables are",
+                tuple(rows[i]),
+            )
+            for i in ((first + more) % n_chains for more in range(questions))
         )
-        return Draft(lambda n: _INTRO + hay.text(n, needles), (Question(text, tuple(rows[asked])),))
+        return Draft(lambda n: _INTRO + hay.text(n, needles), asks)
 
-    return GeneratedTask("tracking", length, write, {"chains": chains, "hops": hops})
+    return GeneratedTask(
+        "tracking", length, write, {"chains": chains, "hops": hops}, english={"questions": (questions, 1)}
+    )
 
 
 def _names(rng: random.Random, count: int) -> list[str]:
@@ -134,10 +142,12 @@ def copy(
     length: Annotated[int, "tokens of context, question and answer", SOME_POSITIONS] = 4096,
     passages: Annotated[int, "passages in the text, each under a name; one is asked for", SOME_POSITIONS] = 4,
     words: Annotated[int, "words of a passage", SOME_POSITIONS] = 8,
+    questions: Annotated[int, "how many of the passages are asked for, each by itself", SOME_POSITIONS] = 1,
     essay: Annotated[str, "a text file to fill with, instead of sentences made here"] = "",
 ) -> Task:
     """Repeat a named passage word for word; the score is the share of its words that come back in order."""
-    at_least("copy", 1, passages=passages, words=words)
+    at_least("copy", 1, passages=passages, words=words, questions=questions)
+    at_most("copy", "questions", questions, "passages", passages)
     source = Source("prose", essay)
 
     def write(rng: random.Random, index: int) -> Draft:
@@ -145,10 +155,15 @@ def copy(
         texts = [" ".join(itertools.islice(stream, words)) for _ in range(passages)]
         names, where = keys(rng, passages), depths(rng, passages)
         needles = [(d, f"[[ {name}: {text} ]]") for d, name, text in zip(where, names, texts, strict=True)]
-        asked, hay = rng.randrange(passages), Haystack(source.sentences(rng))
+        first, hay = rng.randrange(passages), Haystack(source.sentences(rng))
         intro = "Passages with a name stand in double brackets in the text below.\n\n"
-        text = f"\n\nRepeat the passage named {names[asked]} word for word, without name and brackets:"
-        question = Question(text, (texts[asked],))
-        return Draft(lambda n: intro + hay.text(n, needles), (question,), {"depth": round(where[asked], 3)})
+        asked = [(first + more) % passages for more in range(questions)]
+        asks = tuple(
+            Question(f"\n\nRepeat the passage named {names[i]} word for word, without name and brackets:", (texts[i],))
+            for i in asked
+        )
+        found = [round(where[i], 3) for i in asked]
+        return Draft(lambda n: intro + hay.text(n, needles), asks, {"depth": found if questions > 1 else found[0]})
 
-    return GeneratedTask("copy", length, write, {"passages": passages, "words": words}, source.english, in_order)
+    english = {"questions": (questions, 1), **source.english}
+    return GeneratedTask("copy", length, write, {"passages": passages, "words": words}, english, in_order)
