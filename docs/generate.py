@@ -28,7 +28,7 @@ from generated.results import RESULTS, ROOT
 from generated.retaining_page import retaining_figures, retaining_tables
 from generated.settings_page import settings_page
 from generated.speed_tables import result_table, savings
-from generated.storage_table import storage_facts, storage_tables
+from generated.storage_table import storage_eviction, storage_facts, storage_tables
 from generated.tasks_page import tasks_page
 from generated.text_tables import chat_facts, codec_texts
 from generated.vllm_table import vllm_tables
@@ -93,6 +93,7 @@ def pages() -> dict[Path, str]:
             "codec-texts": codec_texts(),
             "codec-papers": format_tables(),
             "storage-codec": storage_tables(),
+            "storage-eviction": storage_eviction(),
             "storage-facts": storage_facts(),
         },
     )

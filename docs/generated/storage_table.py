@@ -50,6 +50,28 @@ def _cell(numbers: list[float]) -> str:
     return mean_and_error(numbers) if len(numbers) > 1 else "".join(f"{number:.4f}" for number in numbers)
 
 
+def storage_eviction() -> str:
+    """KL and bytes of evicted caches, stored as they are and in codes."""
+    lines = (RESULTS / "storage-eviction.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    head = ("setting", "bytes", *SEEN.values(), "to the same cache, not stored")
+    table = []
+    for setting in sorted({row["codec"] for row in rows}):
+        own = [row for row in rows if row["codec"] == setting]
+        cells = [_cell([row["kl"] for row in own if row["text"] == text]) for text in SEEN]
+        share = statistics.mean(row["bytes"] for row in own)
+        pairs = [row["pair"] for row in own if "pair" in row]
+        table.append((f"`{setting}`", f"{share:.1%}", *cells, f"{statistics.mean(pairs):.4f}" if pairs else ""))
+    (about,) = {(row["model"], row["dtype"], row["prompt"]) for row in rows}
+    counts = {
+        sum(row["codec"] == setting and row["text"] == text for row in rows)
+        for setting, text in {(row["codec"], row["text"]) for row in rows}
+    }
+    windows = f"{min(counts)} to {max(counts)} windows" if len(counts) > 1 else f"{max(counts)} windows"
+    said = f"{about[0]} in {about[1]}, {about[2]:,} tokens, {windows} of a text:"
+    return f"{said}\n\n{left(markdown_table(head, table))}"
+
+
 def storage_facts() -> str:
     """Facts that stored texts and evicted caches still give, of those that the full cache gives, by model."""
     rows = [json.loads(line) for line in (RESULTS / "storage-facts.jsonl").read_text(encoding="utf-8").splitlines()]

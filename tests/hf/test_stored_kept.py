@@ -20,19 +20,19 @@ from millpond.errors import CacheMismatchError, OptionError
 from millpond.hf.document import read_document, restore_document, save_document
 from millpond.hf.text_storage import TextStorage
 from millpond.models.cache_argument import cache_argument
-from tests.helpers.hf.kept import APART, BUDGET, METHODS, QUESTION, TEXT, Found, kl, restored, store
+from tests.helpers.hf.kept import APART, BUDGET, METHODS, QUESTION, TEXT, Found, error, kl, restored, store
 from tests.helpers.hf.transform import ids, tiny, transform_of_tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # budgets of few entries
 
-#: KL at 2 bits a number in these models.
-BOUND = 5e-4
+#: Relative error at 4 bits a number in these models; numbers at other positions or slots have .3 to 1.
+CLOSE = 0.23
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_was_kept_comes_back_where_it_was(method: str, tmp_path: Path) -> None:
     """Numbers are close, and all else that the layer holds is as it was."""
-    before = store(method, tmp_path / "text")
+    before = store(method, tmp_path / "text", bits=4.0)
     after = restored(tmp_path / "text")
     assert before.positions == after.positions
     assert any(len(heads[0]) < 300 for heads in before.positions)
@@ -41,9 +41,7 @@ def test_what_was_kept_comes_back_where_it_was(method: str, tmp_path: Path) -> N
         assert not torch.equal(one["keys"].bfloat16().float(), other["keys"])
         for name in one.keys() - {"keys", "values"}:
             assert torch.equal(one[name], other[name]), name
-    assert kl(before, after) < BOUND
-    sizes = [(tmp_path / name).stat().st_size for name in ("text", "text-plain")]
-    assert sizes[0] < 0.5 * sizes[1]
+    assert error(before, after) < CLOSE
     assert load_file(tmp_path / "text")["0.codes.fitted"].numel() == (2 if method in APART else 1)
 
 
@@ -53,15 +51,28 @@ def test_more_bits_come_closer(method: str, tmp_path: Path) -> None:
     for bits in (0.5, 1.5, 4.0):
         before = store(method, tmp_path / "text", bits=bits)
         found.append(kl(before, restored(tmp_path / "text")))
+        sizes = [(tmp_path / name).stat().st_size for name in ("text", "text-plain")]
+        assert sizes[0] < (0.4 + 0.1 * bits) * sizes[1]
     assert found[2] < 0.3 * found[1] < 0.3 * found[0]
 
 
-@pytest.mark.parametrize("kind", ["mqa", "sliding"])
-def test_one_head_and_layers_of_a_window(kind: str, tmp_path: Path) -> None:
-    before = store("snapkv", tmp_path / "text", kind)
+def test_entries_keep_their_slots(tmp_path: Path) -> None:
+    """Decoded tokens are where others left, so that slots are not in the order of positions."""
+    before = store("h2o", tmp_path / "text", bits=4.0, steps=20)
+    positions = before.tensors[0]["positions"]
+    assert not bool((positions[:, 1:] > positions[:, :-1]).all())
+    after = restored(tmp_path / "text")
+    assert torch.equal(after.tensors[0]["positions"], positions)
+    assert torch.equal(after.tensors[0]["scores"], before.tensors[0]["scores"])
+    assert error(before, after) < CLOSE
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("mqa", CLOSE), ("sliding", 0.64)])  # few bits for what adds little
+def test_one_head_and_layers_of_a_window(kind: str, bound: float, tmp_path: Path) -> None:
+    before = store("snapkv", tmp_path / "text", kind, bits=4.0)
     after = restored(tmp_path / "text", kind)
     assert before.positions == after.positions
-    assert kl(before, after) < BOUND
+    assert error(before, after) < bound
 
 
 def in_float64(sides: Sides, header: LayerHeader, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -137,7 +148,7 @@ def test_bits_are_those_of_all_parts_together(tmp_path: Path) -> None:
     """Heads of more entries and of fewer: the mean is over the numbers in pages."""
     store("ada", tmp_path / "text", bits=1.5, budget=280)
     stored, transform = load_file(tmp_path / "text"), transform_of_tiny("gqa")
-    bits = numbers = 0
+    bits = numbers = most = 0
     for nth, layer in enumerate(transform.heads):
         begin = 0
         assert len(set(stored[f"{nth}.lens"].tolist())) == 2
@@ -146,7 +157,8 @@ def test_bits_are_those_of_all_parts_together(tmp_path: Path) -> None:
             begin += sum(header_bytes(side.n_rows) for side in sides)
             bits += n_coded(n) * int(header.bits.sum())
             numbers += n_coded(n) * sum(len(side.mean) for side in sides)
-    assert 1.49 < bits / numbers <= 1.5
+            most = max(most, n_coded(n))
+    assert 0 <= 1.5 * numbers - bits < most
 
 
 def test_a_page_names_its_head(tmp_path: Path) -> None:
@@ -163,9 +175,9 @@ def test_few_entries_have_the_header_of_the_calibration(tmp_path: Path) -> None:
     sides = transform_of_tiny("gqa").heads[0][0]
     assert [is_fitted(sides, n, 1.5) for n in (96, 128)] == [False, True]
     assert [is_fitted(sides, 160, bits) for bits in (0.5, 4.0)] == [False, True]
-    before = store("snapkv", tmp_path / "text", budget=130)
+    before = store("snapkv", tmp_path / "text", bits=4.0, budget=130)
     assert load_file(tmp_path / "text")["0.codes.fitted"].tolist() == [0, 0]
-    assert kl(before, restored(tmp_path / "text")) < BOUND
+    assert error(before, restored(tmp_path / "text")) < CLOSE
 
 
 def test_a_text_shorter_than_a_page_and_its_newest_is_stored_as_it_is(tmp_path: Path) -> None:
@@ -202,20 +214,20 @@ def test_it_goes_on_as_from_the_text_as_it_is(method: str, tmp_path: Path) -> No
 def test_a_whole_text_of_which_something_was_forgotten(tmp_path: Path) -> None:
     model, transform = tiny("gqa"), replace(transform_of_tiny("gqa"), heads=())
     with torch.no_grad(), mp.compress(model, "full", codec="auto") as cache:
-        storage = TextStorage(cache, "transform:2", transform)
+        storage = TextStorage(cache, "transform:4", transform)
         read_document(model, cache, TEXT)
         cache.forget((100, 150))
         save_document(cache, TEXT, tmp_path / "text", storage=storage)
         before = Found(model, cache)
     after = restored(tmp_path / "text", transform=transform)
     assert before.positions == after.positions
-    assert kl(before, after) < BOUND
+    assert error(before, after) < CLOSE
 
 
 def test_parts_of_heads_are_needed_where_heads_differ(tmp_path: Path) -> None:
     without = replace(transform_of_tiny("gqa"), heads=())
-    before = store("window", tmp_path / "text", transform=without)
-    assert kl(before, restored(tmp_path / "text", transform=without)) < BOUND
+    before = store("window", tmp_path / "text", bits=4.0, transform=without)
+    assert error(before, restored(tmp_path / "text", transform=without)) < CLOSE
     for method, options in APART.items():
         with (
             mp.compress(tiny("gqa"), method, BUDGET, "auto", **options) as cache,

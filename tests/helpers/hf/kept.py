@@ -40,11 +40,17 @@ class Found:
 def store(
     method: str, path: Path, kind: str = "gqa", bits: float = 2.0, text: Tensor = TEXT, budget: int = BUDGET, **how: Any
 ) -> Found:
-    """Store a text in codes, and beside it, under a name with `-plain`, as it is."""
+    """Store a text in codes, and beside it, under a name with `-plain`, as it is.
+
+    how: the last `steps` of its tokens are read one by one; `options` are the method's, others those of the storage.
+    """
+    steps = how.pop("steps", 0)
     model, options = tiny(kind), METHODS[method] | how.pop("options", {})
     with torch.no_grad(), mp.compress(model, method, budget, "auto", **options) as cache:
         storage = TextStorage(cache, f"transform:{bits:g}", how.pop("transform", transform_of_tiny(kind)), **how)
-        read_document(model, cache, text)
+        read_document(model, cache, text[:, : text.shape[1] - steps])
+        if steps:
+            read_document(model, cache, text[:, -steps:], chunk=1)
         save_document(cache, text, path, storage=storage)
         save_document(cache, text, path.with_name(f"{path.name}-plain"))
         return Found(model, cache)
@@ -59,3 +65,15 @@ def restored(path: Path, kind: str = "gqa", transform: Any = None) -> Found:
 
 def kl(one: Found, other: Found) -> float:
     return float((one.said.exp() * (one.said - other.said)).sum(-1).mean())
+
+
+def error(one: Found, other: Found) -> float:
+    """The largest error of the keys or values of a layer, relative to their size (root of mean squares).
+
+    Predictions of these models depend little on what a cache holds, so that they tell little of it.
+    """
+    return max(
+        float((a[name] - b[name]).square().mean().sqrt() / a[name].square().mean().sqrt())
+        for a, b in zip(one.tensors, other.tensors, strict=True)
+        for name in ("keys", "values")
+    )
