@@ -19,6 +19,11 @@ LEAST_QUERIES = 4
 SHARE = 0.01
 
 
+def query_step(unit: int) -> int:
+    """Return which queries of a unit judge its tokens: every so many."""
+    return QUERY_STEP
+
+
 def attention_rows(q: Tensor, at: Tensor, k: Tensor, shape: AttentionShape) -> Tensor:
     """Return the attention of some queries to all entries.
 
