@@ -22,7 +22,7 @@ def args_of(
 ) -> UnitSumsArgs:
     """Queries from `begin` on; what is before and beside them in memory is no number."""
     torch.manual_seed(n + begin)
-    dtype = more.pop("dtype", torch.float32)
+    dtype, least = more.pop("dtype", torch.float32), more.pop("least", 1)
     (kv_heads, group), first = heads, begin - begin % unit
     room = torch.full((kv_heads * (group + 1), n + 2, dim + 3), torch.nan)
     room[:, 1:-1, 1 : dim + 1] = torch.randn(kv_heads * (group + 1), n, dim)
@@ -30,7 +30,7 @@ def args_of(
     q, keys = whole[kv_heads:, begin:], whole[:kv_heads]
     shape = replace(AttentionShape(1 / dim**0.5), **more)  # type: ignore[arg-type]
     lse = torch.randn(n - begin, kv_heads * group).T + 2  # as other kernels may leave it: column by column
-    return UnitSumsArgs(q, lse, keys, torch.rand(kv_heads, n - first + 5), unit, step, shape)
+    return UnitSumsArgs(q, lse, keys, torch.rand(kv_heads, n - first + 5), unit, step, shape, least)  # type: ignore[arg-type]
 
 
 def loops(args: UnitSumsArgs) -> torch.Tensor:
@@ -40,7 +40,7 @@ def loops(args: UnitSumsArgs) -> torch.Tensor:
     for p in range(args.begin, args.keys.shape[1]):
         if p % args.step != args.step - 1:
             continue
-        for t in range(p // args.unit * args.unit, p):
+        for t in range(p // args.unit * args.unit, p + 1 - args.least):
             if shape.window and p - t >= shape.window:
                 continue
             for head, query in enumerate(args.q[:, p - args.begin].double()):
@@ -52,7 +52,7 @@ def loops(args: UnitSumsArgs) -> torch.Tensor:
     return sums
 
 
-@pytest.mark.parametrize("more", [{}, {"softcap": 1.5}, {"window": 11}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"softcap": 1.5}, {"window": 11}, {"least": 9}], ids=str)
 @pytest.mark.parametrize(("n", "begin"), [(70, 0), (70, 33), (64, 60), (40, 39)])
 def test_the_reference_adds_the_attention_of_queries_in_the_unit(n: int, begin: int, more: dict[str, float]) -> None:
     args = args_of(n, begin, 32, 4, **more)
@@ -72,6 +72,7 @@ def test_the_reference_adds_the_attention_of_queries_in_the_unit(n: int, begin: 
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     softcap=st.sampled_from([0.0, 2.0]),
     window=st.sampled_from([0, 1, 20, 300]),
+    least=st.sampled_from([1, 8, 32]),
 )
 def test_native_sums_are_those_of_the_reference(
     n: int,
@@ -82,8 +83,10 @@ def test_native_sums_are_those_of_the_reference(
     dtype: torch.dtype,
     softcap: float,
     window: int,
+    least: int,
 ) -> None:
-    args = args_of(n, int(share * (n - 1)), *unit, heads, dim, dtype=dtype, softcap=softcap, window=window)
+    more = {"dtype": dtype, "softcap": softcap, "window": window, "least": least}
+    args = args_of(n, int(share * (n - 1)), *unit, heads, dim, **more)
     wanted = args._replace(sums=args.sums.clone())
     reference(wanted)
     add_unit_sums(args)

@@ -16,13 +16,14 @@ from millpond.cache.serialization import to_tensors
 from millpond.codec import codecs_of, resolve
 from millpond.codec.transform.coding import encode
 from millpond.codec.transform.exact_tokens import (
+    FAR,
     NEWEST,
     QUERY_STEP,
     SINKS,
     UNIT,
-    above,
     attention_per_query,
     most_attended,
+    most_attended_of_units,
 )
 from millpond.codec.transform.page import TOKENS, PageAddress
 from millpond.codec.transform.prompt_header import LayerHeader, adapted_headers
@@ -102,8 +103,8 @@ class TextStorage:
         codec: Name such as "transform:1.5".
         calibration: The model's transform or its file.
         adapt: Whether means, scales and bits are fitted to the text; else they are the calibration's.
-        by_unit: Whether a token is exact by the queries of its own 256 tokens and the threshold of the file, which
-            later tokens do not change; else the 1 % are exact that all sampled queries of the text attend to most.
+        by_unit: Whether three of each 256 tokens are exact by the queries of these, which later tokens do not change;
+            else the 1 % are exact that all sampled queries of the text attend to most.
 
     Raises:
         OptionError: no such codec, no file, one of fewer bits, or a cache whose method or number format has no codes.
@@ -158,7 +159,7 @@ class TextStorage:
             layer = _LayerEntries.of(layer_cache, self.codec.name, model.device)
             if layer.shapes != self.transform.model.shapes[nth]:
                 raise CacheMismatchError(f"layer {number} has shapes {layer.shapes}, which the transform file has not")
-            mask = self._exact(number, layer, float(self.transform.thresholds[nth]))
+            mask = self._exact(number, layer)
             coded = (layer.keys[:, : layer.coded], layer.values[:, : layer.coded])
             z = projected(self.transform.layers[nth], *coded, layer.first, rotations[nth])
             layers.append(layer)
@@ -184,19 +185,22 @@ class TextStorage:
             tensors |= {f"{layer.index}.{name}": t.cpu().contiguous() for name, t in part.items()}
         return tensors
 
-    def _exact(self, number: int, layer: _LayerEntries, threshold: float) -> Tensor:
+    def _exact(self, number: int, layer: _LayerEntries) -> Tensor:
         """Return which of the held tokens are stored as they are, (n,) bool."""
         if self._seen.get(number, 0) != layer.first + layer.n:
             raise CacheMismatchError(f"layer {number}: the storage codec has not seen all queries of this text")
         queries = torch.cat(self._queries[number], 1).to(layer.keys.device)
         at = torch.arange(queries.shape[1], device=queries.device) * QUERY_STEP + QUERY_STEP - 1 - layer.first
-        unit = UNIT if self.by_unit else layer.n
-        attention = attention_per_query(queries[:, at >= 0], at[at >= 0], layer.keys, layer.shape, unit)
-        mask = torch.zeros_like(attention, dtype=torch.bool)
+        unit, least = (UNIT, FAR) if self.by_unit else (layer.n, 1)
+        attention = attention_per_query(queries[:, at >= 0], at[at >= 0], layer.keys, layer.shape, unit, least)
         sinks = max(0, SINKS - layer.first)
+        attention[:sinks] = 0
+        if self.by_unit:
+            mask = most_attended_of_units(attention)
+        else:
+            mask = torch.zeros_like(attention, dtype=torch.bool)
+            mask[sinks : layer.coded] = most_attended(attention[sinks : layer.coded])
         mask[:sinks], mask[layer.coded :] = True, True
-        middle = attention[sinks : layer.coded]
-        mask[sinks : layer.coded] = above(middle, threshold) if self.by_unit else most_attended(middle)
         return mask.cpu()
 
     def _headers(self, sums: list[tuple[Tensor, Tensor]]) -> list[LayerHeader]:

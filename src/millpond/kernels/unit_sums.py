@@ -25,6 +25,7 @@ class UnitSumsArgs(NamedTuple):
         unit: Tokens of a unit.
         step: Query p is asked where p % step == step - 1; a divisor of the unit.
         shape: Settings of the layer.
+        least: A query is asked about tokens that are at least so far before it; 1 or more.
     """
 
     q: Tensor
@@ -34,6 +35,7 @@ class UnitSumsArgs(NamedTuple):
     unit: int
     step: int
     shape: AttentionShape
+    least: int = 1
 
     @property
     def begin(self) -> int:
@@ -47,7 +49,7 @@ class UnitSumsArgs(NamedTuple):
 
 
 def add_unit_sums(args: UnitSumsArgs) -> None:
-    """Add to a token's sum the attention of queries behind it in its unit that see it.
+    """Add to a token's sum the attention of queries in its unit that see it and are `least` or more behind it.
 
     Of the query heads of a KV head it is the mean.
     """
@@ -78,15 +80,15 @@ def reference(args: UnitSumsArgs) -> None:
         attention = (
             (logits - less).exp_().clamp_(max=1).view(-1, group, m, width).sum(1)
         )  # above 1: rounding, or unseen
-        received = (attention * _seen(places, width, args.shape.window, keys.device)).sum(1) / group
+        received = (attention * _seen(places, width, args.least, args.shape.window, keys.device)).sum(1) / group
         args.sums[:, first - args.first : high - args.first] += received.view(heads, units * width)
 
 
 @lru_cache(maxsize=256)
-def _seen(at: tuple[int, ...], n: int, window: int | None, device: torch.device) -> Tensor:
-    """Return which of the first `n` tokens of a unit the queries at some places see, (m, n) of 0 and 1.
+def _seen(at: tuple[int, ...], n: int, least: int, window: int, device: torch.device) -> Tensor:
+    """Return which of the first `n` tokens of a unit the queries at some places are asked about.
 
-    A query does not see itself.
+    (m, n) of 0 and 1.
     """
-    tokens, queries = torch.arange(n), torch.tensor(at)[:, None]
-    return ((queries > tokens) & (queries - tokens < (window or n + 1))).float().to(device)
+    behind = torch.tensor(at)[:, None] - torch.arange(n)
+    return ((behind >= least) & (behind < (window or n + 1))).float().to(device)

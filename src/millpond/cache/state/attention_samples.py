@@ -9,7 +9,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from millpond.codec.transform.exact_tokens import LEAST_QUERIES, SINKS, UNIT, above, query_step
+from millpond.codec.transform.exact_tokens import (
+    FAR,
+    LEAST_QUERIES,
+    QUERY_STEP,
+    SINKS,
+    UNIT,
+    above,
+    most_attended_of_units,
+)
 from millpond.kernels.args import AttentionShape
 from millpond.kernels.unit_sums import UnitSumsArgs, add_unit_sums
 
@@ -17,12 +25,13 @@ from millpond.kernels.unit_sums import UnitSumsArgs, add_unit_sums
 class LayerSamples:
     """Attention per query of the tokens of one prompt in one layer.
 
-    Some queries of the prompt are asked, each about the tokens of its own unit alone: see
+    Every 16th query of the prompt is asked, about the tokens of its own unit alone: see
     `millpond.codec.transform.exact_tokens.attention_per_query`. The log-sum-exp of the pass is its denominator, so that
-    no key outside the unit is read again.
+    no key outside the unit is read again. Of 256 tokens the three are exact that queries attend to most from 32 tokens
+    on; of fewer, those above the threshold.
 
     Args:
-        threshold: Attention per query above which a token is exact.
+        threshold: Attention per query above which a token of a block is exact.
         blocks: Numbers of tokens, each a divisor of 256: besides units of 256 tokens, tokens are also judged in units
             of these.
 
@@ -76,7 +85,7 @@ class _Units:
     """Tokens of one prompt and layer, judged in units of one length."""
 
     def __init__(self, unit: int, threshold: float) -> None:
-        self._unit, self._step, self._threshold = unit, query_step(unit), threshold
+        self._unit, self._least, self._threshold = unit, FAR if unit == UNIT else 1, threshold
         self._done: list[Tensor] = []  # (tokens,) bool on the CPU, of whole units
         self._whole: list[Tensor] = []  # (tokens,) sums of the largest KV head, of whole units that come behind
         self._begun = torch.zeros((0, 0))  # (Hkv, tokens so far) sums of the unit that has begun
@@ -96,7 +105,7 @@ class _Units:
         sums = torch.zeros((heads, n - first), device=keys.device)
         if self._begun.numel():
             sums[:, : self._begun.shape[1]] = self._begun
-        add_unit_sums(UnitSumsArgs(q, lse, keys, sums, self._unit, self._step, shape))
+        add_unit_sums(UnitSumsArgs(q, lse, keys, sums, self._unit, QUERY_STEP, shape, self._least))
         self._window, whole = shape.window, n // self._unit * self._unit - first
         if whole > 0:
             self._whole.append(sums[:, :whole].amax(0))
@@ -111,21 +120,26 @@ class _Units:
         return torch.cat([*self._done, self._judged(begun)])
 
     def _judged(self, sums: Tensor) -> Tensor:
-        """Return which tokens are exact by sums (n,) of whole units, or of the beginning of one."""
+        """Return which tokens behind `_done` are exact, by sums (n,) of whole units, or of the beginning of one."""
         if not len(sums):
             return self._given
-        counts = _counts(min(len(sums), self._unit), self._step, self._window, sums.device)
-        exact = above(sums.view(-1, len(counts)) / counts, self._threshold).flatten().cpu()
+        counts = _counts(min(len(sums), self._unit), self._least, self._window, sums.device)
+        attention = (sums.view(-1, len(counts)) / counts).flatten().cpu()
+        if self._unit == UNIT:
+            attention[: max(0, SINKS - sum(map(len, self._done)))] = 0  # they are exact anyway
+            exact = most_attended_of_units(attention)
+        else:
+            exact = above(attention, self._threshold)
         exact[: len(self._given)] = self._given
         return exact
 
 
 @lru_cache(maxsize=1024)
-def _counts(n: int, step: int, window: int, device: torch.device) -> Tensor:
+def _counts(n: int, least: int, window: int, device: torch.device) -> Tensor:
     """Return by how many queries each of the first `n` tokens of a unit is judged, (n,)."""
-    asked = torch.tensor(range(step - 1, n, step), dtype=torch.int64)
+    asked = torch.tensor(range(QUERY_STEP - 1, n, QUERY_STEP), dtype=torch.int64)
     behind = asked[:, None] - torch.arange(n)
-    seen = ((behind > 0) & (behind < (window or n + 1))).sum(0)
+    seen = ((behind >= least) & (behind < (window or n + 1))).sum(0)
     return seen.clamp(min=LEAST_QUERIES).float().to(device)
 
 

@@ -11,7 +11,7 @@ from millpond.kernels.thread_count import thread_count
 from millpond.kernels.unit_sums import UnitSumsArgs
 
 #: the order of fields is that of csrc/common/args.hpp
-_UNIT_SUMS = Struct("=22q2d").pack
+_UNIT_SUMS = Struct("=23q2d").pack
 
 
 def add_unit_sums(args: UnitSumsArgs) -> None:
@@ -39,6 +39,7 @@ def add_unit_sums(args: UnitSumsArgs) -> None:
         *keys.shape[1:],
         args.unit,
         args.step,
+        args.least,
         shape.window or 0,
         thread_count(),
         shape.scale,

@@ -1,4 +1,4 @@
-// Attention that tokens get from some queries of a pass behind them in their own unit, added up for each KV head.
+// Attention that tokens get from some queries of a pass some way behind them in their unit, added up for each KV head.
 //
 // The denominators are known, so that nothing outside a unit is read: products of a unit's keys with its queries, as in
 // prefill, then exponentials straight into the sums.
@@ -40,8 +40,8 @@ class Unit {
     int at[TOGETHER], n = 0;
     bool packed = false;
     for (int64_t p = low + until; p < end; p += a_.step) {
-      at[n++] = int(p - first_);
-      if (n < TOGETHER && p + a_.step < end) continue;
+      if (p - first_ >= a_.least) at[n++] = int(p - first_);
+      if (n == 0 || (n < TOGETHER && p + a_.step < end)) continue;
       if (!packed) pack(int(end - first_)), packed = true;
       ask(at, n, begin);
       n = 0;
@@ -68,7 +68,7 @@ class Unit {
     }
   }
 
-  // Some queries, at ascending places of the unit.
+  // Some queries, at ascending places of the unit, none of which sees no token.
   void ask(const int* at, int n, int64_t begin) {
     const int rows = n * group_, panel = TOGETHER * group_ * DEPTH, dim = int(a_.dim);
     for (int i = 0, r = 0; i < n; ++i)
@@ -78,8 +78,9 @@ class Unit {
           widen(r_.queries + d / DEPTH * panel + r * DEPTH, offset(a_.q, a_.q_dtype, row + d), a_.q_dtype,
                 std::min(DEPTH, dim - d));
       }
-    for (int c = 0, i = 0; c < at[n - 1]; c += TILE) {
-      while (at[i] <= c) ++i;  // earlier queries see nothing from here on
+    const int least = int(a_.least);
+    for (int c = 0, i = 0; c <= at[n - 1] - least; c += TILE) {
+      while (at[i] - least < c) ++i;  // earlier queries see nothing from here on
       const int r = i * group_;
       for (int d = 0; d < dim; d += DEPTH)
         multiply(rows - r, r_.queries + d / DEPTH * panel + r * DEPTH, r_.keys + int64_t(c) * r_.row_pad + d * TILE,
@@ -96,7 +97,8 @@ class Unit {
     vf all{};
     for (; i < n; ++i) {
       const int after = a_.window > 0 ? int(std::max<int64_t>(-1, at[i] - a_.window)) : -1;
-      if (at[i] <= column || after >= column + W) continue;
+      const int upto = at[i] - int(a_.least);
+      if (upto < column || after >= column + W) continue;
       vf own{};
       for (int g = 0; g < group_; ++g) {
         const float less = a_.lse[(head_ * group_ + g) * a_.lse_head + (first_ + at[i] - begin) * a_.lse_row];
@@ -104,7 +106,7 @@ class Unit {
         x = (caps ? tanh(x * inner) : x) * outer - less;
         own += exp(select(x > vf{}, vf{}, x));  // above 1: rounding
       }
-      all += select((tokens < at[i]) & (tokens > after), own, vf{});
+      all += select((tokens <= upto) & (tokens > after), own, vf{});
     }
     return all;
   }
