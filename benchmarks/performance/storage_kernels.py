@@ -5,7 +5,8 @@
 Layers are random; their bits fall linearly, so that 1.5 bits a number are left and about half of the dimensions have
 none, as calibrated models have it. The bound is that of one matrix product of torch in float32 over the dimensions with
 bits, timed in the same rounds; shares are medians over rounds. Encoding is that of a layer whose bits are known,
-as in a prefix tree. With a model, reading a prompt of random tokens is timed too, for 32 tokens of a layer.
+as in a prefix tree. With a model, reading a prompt of random tokens is timed too, for 32 tokens of a layer; and the
+attention that an engine samples to find exact tokens, as a share of the CPU seconds of reading the prompt without it.
 """
 
 from __future__ import annotations
@@ -15,20 +16,27 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 from time import process_time
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from script import interval, keep
 from torch import Tensor
 
+import millpond as mp
+from millpond.cache.state.attention_samples import LayerSamples
 from millpond.codec.transform.coding import decode, encode_tokens
 from millpond.codec.transform.fit import SideTransform
 from millpond.codec.transform.page import TOKENS, PageAddress
 from millpond.codec.transform.prompt_header import LayerHeader, SideHeader, Sides
+from millpond.engine.engine import Engine
+from millpond.engine.request import Request
 from millpond.hf.compress import compress
 from millpond.kernels import native
 from millpond.models.load import load_model
 
 AT = PageAddress(0, 0)
+CODEC = "transform:1.5"
 #: Bits of the first dimension, and the share of dimensions that have some, of keys and of values.
 FALL = ((4.85, 0.40), (6.15, 0.66))
 
@@ -106,10 +114,36 @@ def reading(name: str, tokens: int = 1024) -> float:
     return min(times) / model.config.num_hidden_layers / tokens * TOKENS
 
 
+def sampling(name: str, tokens: int, rounds: int) -> dict[str, object]:
+    """Share of reading a prompt in an engine that finding exact tokens adds to the rest, of each round."""
+    engine = Engine(load_model(name, "bf16"), method="full", codec="auto", prefix_cache=False, storage_codec=CODEC)
+    once = mp.SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+    observe, spent, shares = LayerSamples.observe, 0.0, []
+
+    def timed(samples: LayerSamples, *args: Any) -> None:
+        nonlocal spent
+        begun = process_time()
+        observe(samples, *args)
+        spent += process_time() - begun
+
+    with patch.object(LayerSamples, "observe", timed):
+        for nth in range(-1, rounds):
+            ids = torch.randint(engine.vocab_size, (tokens,)).tolist()
+            engine.add(Request(request_id=str(nth), prompt=tuple(ids), params=once))
+            spent, begun = 0.0, process_time()
+            while engine.busy:
+                engine.step()
+            if nth >= 0:
+                shares.append(spent / (process_time() - begun - spent))
+    engine.close()
+    return {"tokens": tokens, "share_of_reading": statistics.median(shares), "interval": interval(shares)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--dims", type=int, nargs="+", default=[192, 1024])
     parser.add_argument("--pages", type=int, nargs="+", default=[1, 8, 128])
+    parser.add_argument("--prompts", type=int, nargs="+", default=[2048, 4096], help="Tokens of sampled prompts.")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--model", help="A model whose reading is timed.")
     parser.add_argument("--threads", type=int, default=1)
@@ -133,6 +167,9 @@ def main() -> None:
         taken = reading(args.model) * 1e6
         more["reading_us_per_32_tokens_of_a_layer"] = taken
         print(f"{args.model} reads 32 tokens in {taken:.0f} us a layer")
+        more["sampling"] = sampled = [sampling(args.model, tokens, args.rounds) for tokens in args.prompts]
+        for row in sampled:
+            print(f"sampling {row['tokens']} tokens adds {row['share_of_reading']:.2%} to reading them")
     keep(args, results, **more)
 
 

@@ -3,11 +3,11 @@
 A model reads `--prompt` tokens of a window into a full cache, which is stored in each codec and restored, and then
 predicts the next `--scored` tokens of the text. The number is KL(full || restored), in nats a token.
 `transform:BITS` writes a document and counts the bytes of the whole file; `transform:BITS:plain` does without the
-header of the text, and `transform:BITS:unit` judges a token by the queries of its own 256 alone. Other names are
-formats of live pages, such as rotated4 and int4, read into the cache as they are, whose bytes are those that it holds.
-`METHOD:BUDGET`, such as `snapkv:50%`, evicts and is stored in plain numbers, and `snapkv:50%+transform:1.5` in codes,
-which have two numbers: that to the full cache, and `pair`, that to the same cache before it was stored. Shares are of
-16-bit numbers.
+header of the text, `transform:BITS:unit` judges a token by the queries of its own 256 alone, and
+`transform:BITS:plain:unit` does both. Other names are formats of live pages, such as rotated4 and int4, read into the
+cache as they are, whose bytes are those that it holds. `METHOD:BUDGET`, such as `snapkv:50%`, evicts and is stored in
+plain numbers, and `snapkv:50%+transform:1.5` in codes, which have two numbers: that to the full cache, and `pair`, that
+to the same cache before it was stored. Shares are of 16-bit numbers.
 
 Each number is a line of `--rows`, which an interrupted run goes on with. Windows are spread over a text, the first n of
 them evenly for every n, and all texts have their first before one has its second.

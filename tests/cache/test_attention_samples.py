@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from millpond.cache.state.attention_samples import AttentionSamples, LayerSamples
-from millpond.codec.transform.exact_tokens import QUERY_STEP, SINKS, UNIT, attention_per_query
+from millpond.codec.transform.exact_tokens import FAR, QUERY_STEP, SINKS, UNIT, attention_per_query
 from millpond.kernels.args import AttentionShape
 
 N, HEADS, GROUP, DIM = 700, 2, 2, 8
@@ -49,14 +49,22 @@ def read(samples: LayerSamples, shape: AttentionShape, ends: list[int], begin: i
 
 
 def expected(shape: AttentionShape, unit: int, n: int) -> tuple[torch.Tensor, float]:
-    """Which tokens are exact, and a threshold that no token is near."""
+    """Which tokens are exact, and a threshold that no token of a block is near."""
     q, keys = numbers()
     at = torch.arange(QUERY_STEP - 1, n, QUERY_STEP)
-    attention = attention_per_query(q[:, at], at, keys[:, :n], shape, unit)
+    attention = attention_per_query(q[:, at], at, keys[:, :n], shape, unit, FAR if unit == UNIT else 1)
     ordered = attention.sort().values
     place = int(0.9 * n) + int((ordered[int(0.9 * n) + 1 : -4] - ordered[int(0.9 * n) : -5]).argmax())
     threshold = float(ordered[place] + ordered[place + 1]) / 2
     exact = attention > threshold
+    if unit == UNIT:
+        exact[:] = False
+        for first in range(0, n, UNIT):
+            of_unit = attention[first : first + UNIT]
+            chosen = (
+                of_unit[SINKS:].argsort(descending=True) + SINKS if first == 0 else of_unit.argsort(descending=True)
+            )
+            exact[first + chosen[: round(3 * len(of_unit) / UNIT)]] = True
     exact[:SINKS] = True
     return exact, threshold
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import millpond as mp
-from millpond.codec.transform.exact_tokens import QUERY_STEP, SINKS, above, attention_per_query
+from millpond.codec.transform.exact_tokens import FAR, QUERY_STEP, SINKS, attention_per_query, most_attended_of_units
 from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
 from millpond.engine.request import Request
@@ -83,15 +83,16 @@ def samples_of(engine: Engine, prompts: list[list[int]]) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def by_whole_text(kind: str, prompt: list[int]) -> torch.Tensor:
-    """The same by all queries of a pass over the whole text."""
-    model, transform = tiny(kind), transform_of_tiny(kind)
+    """The same by a pass over the whole text."""
+    model = tiny(kind)
     seen: dict[int, torch.Tensor] = {}
     with mp.compress(model, "full") as cache:
 
         def sample(number: int, q: Any, k: Any, v: Any, mask: Any, shape: Any) -> None:
             at = torch.arange(QUERY_STEP - 1, len(prompt), QUERY_STEP)
-            attention = attention_per_query(q[0][:, at], at, k[0], shape)
-            seen[number] = above(attention, float(transform.thresholds[number]))
+            attention = attention_per_query(q[0][:, at], at, k[0], shape, least=FAR)
+            attention[:SINKS] = 0
+            seen[number] = most_attended_of_units(attention)
             seen[number][:SINKS] = True
 
         cache.watch(sample)

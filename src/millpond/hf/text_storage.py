@@ -19,14 +19,15 @@ from millpond.cache.serialization import to_tensors
 from millpond.codec import codecs_of, resolve
 from millpond.codec.transform.coding import encode
 from millpond.codec.transform.exact_tokens import (
+    FAR,
     NEWEST,
     QUERY_STEP,
     SINKS,
     UNIT,
-    above,
     attention_per_query,
     attention_to_kept,
     most_attended,
+    most_attended_of_units,
 )
 from millpond.codec.transform.page import TOKENS, PageAddress
 from millpond.codec.transform.prompt_header import LayerHeader, adapted_headers
@@ -126,9 +127,8 @@ class TextStorage:
         codec: Name such as "transform:1.5".
         calibration: The model's transform or its file.
         adapt: Whether means, scales and bits are fitted to the text; else they are the calibration's.
-        by_unit: Whether a token is exact by the queries of its own 256 tokens and the threshold of the file, which
-            later tokens do not change; else the 1 % are exact that all sampled queries of the text attend to most. For
-            the method `full` alone.
+        by_unit: Whether three of each 256 tokens are exact by the queries of these, which later tokens do not change;
+            else the 1 % are exact that all sampled queries of the text attend to most. For the method `full` alone.
 
     Raises:
         OptionError: no such codec, no file, one of fewer bits or without parts for single heads where the method needs
@@ -225,7 +225,7 @@ class TextStorage:
         for nth, (number, layer_cache) in enumerate(cache.entry_layers.items()):
             layer = _LayerEntries.of(layer_cache, self.codec.name, device)
             self._check_shapes(number, nth, layer.keys, layer.values)
-            mask = self._exact(number, layer, float(self.transform.thresholds[nth]))
+            mask = self._exact(number, layer)
             coded = (layer.keys[:, : layer.coded], layer.values[:, : layer.coded])
             z = projected(self.transform.layers[nth], *coded, layer.first, rotations[nth])
             layers.append(layer)
@@ -251,17 +251,20 @@ class TextStorage:
             tensors |= {f"{layer.index}.{name}": t.cpu().contiguous() for name, t in part.items()}
         return tensors
 
-    def _exact(self, number: int, layer: _LayerEntries, threshold: float) -> Tensor:
+    def _exact(self, number: int, layer: _LayerEntries) -> Tensor:
         """Return which of the held tokens are stored as they are, (n,) bool."""
         queries, at = self._sampled(number, layer.first + layer.n, layer.keys.device)
         at = at - layer.first
-        unit = UNIT if self.by_unit else layer.n
-        attention = attention_per_query(queries[:, at >= 0], at[at >= 0], layer.keys, layer.shape, unit)
-        mask = torch.zeros_like(attention, dtype=torch.bool)
+        unit, least = (UNIT, FAR) if self.by_unit else (layer.n, 1)
+        attention = attention_per_query(queries[:, at >= 0], at[at >= 0], layer.keys, layer.shape, unit, least)
         sinks = max(0, SINKS - layer.first)
+        attention[:sinks] = 0
+        if self.by_unit:
+            mask = most_attended_of_units(attention)
+        else:
+            mask = torch.zeros_like(attention, dtype=torch.bool)
+            mask[sinks : layer.coded] = most_attended(attention[sinks : layer.coded])
         mask[:sinks], mask[layer.coded :] = True, True
-        middle = attention[sinks : layer.coded]
-        mask[sinks : layer.coded] = above(middle, threshold) if self.by_unit else most_attended(middle)
         return mask.cpu()
 
     def _sampled(self, number: int, n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:

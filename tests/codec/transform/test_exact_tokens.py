@@ -13,6 +13,7 @@ from millpond.codec.transform.exact_tokens import (
     attention_rows,
     attention_to_kept,
     most_attended,
+    most_attended_of_units,
 )
 from millpond.kernels.args import AttentionShape
 
@@ -25,7 +26,7 @@ def heads(n: int = 96) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(4, n, 16, generator=generator), torch.randn(2, n, 16, generator=generator)
 
 
-def by_hand(q: torch.Tensor, k: torch.Tensor, unit: int, shape: AttentionShape = SHAPE) -> list[float]:
+def by_hand(q: torch.Tensor, k: torch.Tensor, unit: int, shape: AttentionShape = SHAPE, least: int = 1) -> list[float]:
     """With loops over tokens, queries and heads."""
     n, rows = k.shape[1], {}
     for i in range(15, n, 16):
@@ -39,22 +40,23 @@ def by_hand(q: torch.Tensor, k: torch.Tensor, unit: int, shape: AttentionShape =
             rows[i, head] = [0.0] * first + logits.softmax(0).tolist()
     found = []
     for t in range(n):
-        asked = [i for i in range(15, n, 16) if 0 < i - t < (shape.window or n) and i // unit == t // unit]
+        asked = [i for i in range(15, n, 16) if least <= i - t < (shape.window or n) and i // unit == t // unit]
         sums = [sum(rows[i, head][t] for i in asked for head in pair) / 2 for pair in ((0, 1), (2, 3))]
         found.append(max(sums) / max(len(asked), LEAST_QUERIES))
     return found
 
 
+@pytest.mark.parametrize("least", [1, 9])
 @pytest.mark.parametrize("unit", [32, 96, 1000])
 @pytest.mark.parametrize(
     "shape",
     [SHAPE, AttentionShape(0.25, 2.0, 20), AttentionShape(0.25, sink_logits=torch.tensor([0.0, 1.0, 2.0, 3.0]))],
 )
-def test_attention_per_query(unit: int, shape: AttentionShape) -> None:
+def test_attention_per_query(unit: int, shape: AttentionShape, least: int) -> None:
     q, k = heads()
     at = torch.arange(15, 96, 16)
-    found = attention_per_query(q[:, at], at, k, shape, unit)
-    torch.testing.assert_close(found, torch.tensor(by_hand(q, k, unit, shape)), rtol=1e-4, atol=1e-6)
+    found = attention_per_query(q[:, at], at, k, shape, unit, least)
+    torch.testing.assert_close(found, torch.tensor(by_hand(q, k, unit, shape, least)), rtol=1e-4, atol=1e-6)
 
 
 def test_many_queries_are_asked_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,3 +113,15 @@ def test_exact_by_threshold_and_by_rank() -> None:
     assert most_attended(attention, 0.2).nonzero()[:, 0].tolist() == [2]
     assert most_attended(attention, 0.05).sum() == 0
     assert most_attended(torch.rand(1000)).sum() == 10
+
+
+@pytest.mark.parametrize("n", [40, 256, 700])
+def test_exact_by_rank_in_units(n: int) -> None:
+    attention = torch.rand(n)
+    mask = most_attended_of_units(attention)
+    for first in range(0, n, 256):
+        of_unit, chosen = attention[first : first + 256], mask[first : first + 256]
+        assert int(chosen.sum()) == round(3 * len(of_unit) / 256)
+        if chosen.any():
+            assert float(of_unit[chosen].min()) > float(of_unit[~chosen].max())
+    assert not most_attended_of_units(torch.zeros(n)).any()

@@ -10,6 +10,7 @@
 #include "sampling.hpp"
 #include "shared_prefix.hpp"
 #include "transform.hpp"
+#include "unit_sums.hpp"
 
 int main(int argc, char** argv) {
   if (argc != 2) {
@@ -28,6 +29,7 @@ int main(int argc, char** argv) {
   check::merging(kernels, report);
   check::sampling(kernels, report);
   check::transform(kernels, report);
+  check::unit_sums(kernels, report);
   check::head_rules(kernels, report);
   return report.wrong() > 0;
 }

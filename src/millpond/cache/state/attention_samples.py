@@ -9,8 +9,17 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from millpond.codec.transform.exact_tokens import LEAST_QUERIES, QUERY_STEP, SINKS, UNIT, above
+from millpond.codec.transform.exact_tokens import (
+    FAR,
+    LEAST_QUERIES,
+    QUERY_STEP,
+    SINKS,
+    UNIT,
+    above,
+    most_attended_of_units,
+)
 from millpond.kernels.args import AttentionShape
+from millpond.kernels.unit_sums import UnitSumsArgs, add_unit_sums
 
 
 class LayerSamples:
@@ -18,10 +27,11 @@ class LayerSamples:
 
     Every 16th query of the prompt is asked, about the tokens of its own unit alone: see
     `millpond.codec.transform.exact_tokens.attention_per_query`. The log-sum-exp of the pass is its denominator, so that
-    no key outside the unit is read again.
+    no key outside the unit is read again. Of 256 tokens the three are exact that queries attend to most from 32 tokens
+    on; of fewer, those above the threshold.
 
     Args:
-        threshold: Attention per query above which a token is exact.
+        threshold: Attention per query above which a token of a block is exact.
         blocks: Numbers of tokens, each a divisor of 256: besides units of 256 tokens, tokens are also judged in units
             of these.
 
@@ -30,21 +40,15 @@ class LayerSamples:
     """
 
     def __init__(self, threshold: float, blocks: Sequence[int] = ()) -> None:
-        self._threshold = threshold
-        self._done: dict[int, list[Tensor]] = {unit: [] for unit in (UNIT, *blocks)}  # (tokens,) bool, whole units
-        self._sums: Tensor | None = None  # (kinds of units, Hkv, 256) of the unit that has begun
-        self._known = 0  # first tokens of the unit that has begun, which another request has read
-        self._given = torch.zeros(0, dtype=torch.bool)  # which of these are exact
-        self._shape = AttentionShape(1.0)
+        self._units = {unit: _Units(unit, threshold) for unit in (UNIT, *blocks)}
         self.n: int | None = 0
 
     def begin_with(self, exact: Tensor) -> None:
         """Begin with tokens that were read before: which of them are exact, (n,) bool."""
         assert not self.n, "a prompt begins once"
-        whole = len(exact) // UNIT * UNIT
-        for done in self._done.values():
-            done[:] = [exact[:whole]]
-        self._given, self._known, self.n = exact[whole:], len(exact) - whole, len(exact)
+        for units in self._units.values():
+            units.begin_with(exact)
+        self.n = len(exact)
 
     def observe(self, q: Tensor, lse: Tensor, keys: Tensor, shape: AttentionShape) -> None:
         """Add the attention of a pass.
@@ -56,24 +60,11 @@ class LayerSamples:
             shape: Settings of the layer.
         """
         n = keys.shape[1]
-        begin = n - q.shape[1]
-        if self.n != begin:
+        if self.n != n - q.shape[1]:
             self.n = None
             return
-        self._shape = shape
-        whole = range(-(-begin // UNIT) * UNIT, n // UNIT * UNIT, UNIT)
-        parts = [(first, 1) for first in range(begin - begin % UNIT, n, UNIT) if first not in whole]
-        for first, units in sorted([*parts, *([(whole.start, len(whole))] if whole else [])]):
-            low, high = max(first, begin), min(first + units * UNIT, n)
-            asked = range(low + (QUERY_STEP - 1 - low) % QUERY_STEP, high, QUERY_STEP)
-            if asked:
-                rows = slice(asked.start - begin, high - begin, QUERY_STEP)
-                places = tuple(at - first for at in asked if at < first + UNIT)
-                self._add(places, units, q[:, rows], lse[:, rows], keys[:, first:high])
-            if high == first + units * UNIT:
-                for done, judged in zip(self._done.values(), self._judged(UNIT), strict=True):
-                    done.append(judged)
-                self._sums, self._known, self._given = None, 0, self._given[:0]
+        for units in self._units.values():
+            units.observe(q, lse, keys, shape)
         self.n = n
 
     def exact(self, unit: int = UNIT) -> Tensor:
@@ -85,73 +76,71 @@ class LayerSamples:
             unit: 256, or one of the blocks.
         """
         assert self.n is not None, "the samples have no gaps"
-        exact = torch.cat([*self._done[unit], self._judged(self.n % UNIT)[list(self._done).index(unit)]])
+        exact = self._units[unit].exact()
         exact[:SINKS] = True
         return exact
 
-    def _add(self, places: tuple[int, ...], units: int, q: Tensor, lse: Tensor, keys: Tensor) -> None:
-        """Add the attention of queries to the tokens of one unit, or of several whole ones.
 
-        Args:
-            places: Places of the queries in their unit, the same in each.
-            units: Number of units.
-            q: Queries (Hq, units * m, D).
-            lse: Logs of the denominators, (Hq, units * m).
-            keys: Keys of the tokens, (Hkv, units * n, D).
-        """
-        heads, dim, shape = keys.shape[0], q.shape[2], self._shape
-        n, m, group = keys.shape[1] // units, len(places), len(q) // heads
-        rows = (q.float() * shape.scale).view(heads, group, units, m, dim).transpose(1, 2)
-        less = lse.reshape(heads, group, units, m).transpose(1, 2).reshape(heads * units, -1, 1)
-        rows = rows.reshape(heads * units, -1, dim)
-        behind = keys.float().reshape(heads * units, n, dim).transpose(1, 2)
-        if shape.softcap:
-            logits = shape.softcap * torch.tanh(rows @ behind / shape.softcap) - less
+class _Units:
+    """Tokens of one prompt and layer, judged in units of one length."""
+
+    def __init__(self, unit: int, threshold: float) -> None:
+        self._unit, self._least, self._threshold = unit, FAR if unit == UNIT else 1, threshold
+        self._done: list[Tensor] = []  # (tokens,) bool on the CPU, of whole units
+        self._whole: list[Tensor] = []  # (tokens,) sums of the largest KV head, of whole units that come behind
+        self._begun = torch.zeros((0, 0))  # (Hkv, tokens so far) sums of the unit that has begun
+        self._given = torch.zeros(0, dtype=torch.bool)  # of the first tokens behind `_done`: another request read them
+        self._window = 0
+
+    def begin_with(self, exact: Tensor) -> None:
+        """Begin with tokens that were read before: which of them are exact, (n,) bool."""
+        whole = len(exact) // self._unit * self._unit
+        self._done, self._given = [exact[:whole]], exact[whole:]
+
+    def observe(self, q: Tensor, lse: Tensor, keys: Tensor, shape: AttentionShape) -> None:
+        """Add the attention of a pass, as `LayerSamples.observe`."""
+        heads, n = keys.shape[:2]
+        begin = n - q.shape[1]
+        first = begin - begin % self._unit
+        sums = torch.zeros((heads, n - first), device=keys.device)
+        if self._begun.numel():
+            sums[:, : self._begun.shape[1]] = self._begun
+        add_unit_sums(UnitSumsArgs(q, lse, keys, sums, self._unit, QUERY_STEP, shape, self._least))
+        self._window, whole = shape.window, n // self._unit * self._unit - first
+        if whole > 0:
+            self._whole.append(sums[:, :whole].amax(0))
+        self._begun = sums[:, whole:] if whole > 0 else sums
+
+    def exact(self) -> Tensor:
+        """Return which tokens are exact by their attention, (n,) bool on the CPU."""
+        if self._whole:
+            self._done.append(self._judged(torch.cat(self._whole)))
+            self._whole, self._given = [], self._given[:0]
+        begun = self._begun.amax(0) if self._begun.numel() else self._begun[:0].flatten()
+        return torch.cat([*self._done, self._judged(begun)])
+
+    def _judged(self, sums: Tensor) -> Tensor:
+        """Return which tokens behind `_done` are exact, by sums (n,) of whole units, or of the beginning of one."""
+        if not len(sums):
+            return self._given
+        counts = _counts(min(len(sums), self._unit), self._least, self._window, sums.device)
+        attention = (sums.view(-1, len(counts)) / counts).flatten().cpu()
+        if self._unit == UNIT:
+            attention[: max(0, SINKS - sum(map(len, self._done)))] = 0  # they are exact anyway
+            exact = most_attended_of_units(attention)
         else:
-            logits = torch.baddbmm(less, rows, behind, beta=-1)
-        attention = logits.exp_().clamp_(max=1).view(-1, group, m, n).sum(1)  # above 1: not seen
-        sums = torch.stack(
-            [(attention * _mask(places, n, unit, shape.window, keys.device)).sum(1) / group for unit in self._done]
-        ).view(len(self._done), heads, units * n)
-        if self._sums is None:
-            self._sums = torch.nn.functional.pad(sums, (0, -sums.shape[2] % UNIT))
-        else:
-            self._sums[..., :n] += sums
-
-    def _judged(self, n: int) -> list[Tensor]:
-        """Return which of the first `n` tokens of each unit of the sums are exact.
-
-        They are (units * n,) bool on the CPU, for each kind of unit.
-        """
-        if self._sums is None:
-            found = torch.zeros((len(self._done), n), dtype=torch.bool)
-        else:
-            counts = _counts(n, tuple(self._done), self._shape.window, self._sums.device)
-            most = self._sums.amax(1).view(len(self._done), -1, UNIT)[..., :n] / counts[:, None]
-            found = above(most, self._threshold).flatten(1).cpu()
-        found[:, : self._known] = self._given
-        return list(found)
+            exact = above(attention, self._threshold)
+        exact[: len(self._given)] = self._given
+        return exact
 
 
-@lru_cache(maxsize=256)
-def _mask(at: tuple[int, ...], n: int, unit: int, window: int | None, device: torch.device) -> Tensor:
-    """Return which of the first `n` tokens the queries `at` see in their own unit.
-
-    (m, n) of 0 and 1; a query does not see itself.
-    """
-    tokens, queries = torch.arange(n), torch.tensor(at)[:, None]
-    near = (queries > tokens) & (queries - tokens < (window or UNIT))
-    return (near & (queries // unit == tokens // unit)).float().to(device)
-
-
-@lru_cache(maxsize=64)
-def _counts(n: int, units: tuple[int, ...], window: int | None, device: torch.device) -> Tensor:
-    """Return by how many queries each of the first `n` tokens is judged, (units, n)."""
-    asked = tuple(range(QUERY_STEP - 1, n, QUERY_STEP))
-    if not asked:
-        return torch.full((len(units), n), float(LEAST_QUERIES), device=device)
-    counts = torch.stack([_mask(asked, n, unit, window, device).sum(0) for unit in units])
-    return counts.clamp(min=LEAST_QUERIES)
+@lru_cache(maxsize=1024)
+def _counts(n: int, least: int, window: int, device: torch.device) -> Tensor:
+    """Return by how many queries each of the first `n` tokens of a unit is judged, (n,)."""
+    asked = torch.tensor(range(QUERY_STEP - 1, n, QUERY_STEP), dtype=torch.int64)
+    behind = asked[:, None] - torch.arange(n)
+    seen = ((behind >= least) & (behind < (window or n + 1))).sum(0)
+    return seen.clamp(min=LEAST_QUERIES).float().to(device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ SINKS, NEWEST = 4, 64
 QUERY_STEP = 16
 #: Tokens of a unit: a token is judged by the queries of its own unit.
 UNIT = 256
+#: Exact tokens of a unit, and how far behind a token queries are that judge it: nearer ones look at what is near.
+UNIT_EXACT, FAR = 3, 32
 #: Queries that a token's attention is divided by at least: the last tokens of a unit are seen by few.
 LEAST_QUERIES = 4
 #: Share of the tokens of a calibration that are exact by attention.
@@ -50,7 +52,9 @@ def attention_rows(q: Tensor, at: Tensor, k: Tensor, shape: AttentionShape, posi
     return logits.softmax(-1)
 
 
-def attention_per_query(q: Tensor, at: Tensor, k: Tensor, shape: AttentionShape, unit: int = UNIT) -> Tensor:
+def attention_per_query(
+    q: Tensor, at: Tensor, k: Tensor, shape: AttentionShape, unit: int = UNIT, least: int = 1
+) -> Tensor:
     """Return how much attention a token gets from a query behind it that sees it.
 
     It is the mean over the queries of a unit and the query heads of a KV head, in the largest KV head.
@@ -61,6 +65,7 @@ def attention_per_query(q: Tensor, at: Tensor, k: Tensor, shape: AttentionShape,
         k: (Hkv, n, D) keys after RoPE of positions 0 to n - 1.
         shape: Settings of the layer.
         unit: Tokens of a unit, whose queries alone are asked about its tokens; at least n asks all.
+        least: Queries are asked that are at least so far behind a token; 1 or more.
 
     Returns:
         (n,) float32.
@@ -76,10 +81,10 @@ def attention_per_query(q: Tensor, at: Tensor, k: Tensor, shape: AttentionShape,
         sums = k.new_zeros((len(k), end - begin), dtype=torch.float32)
         for some, where in zip(torch.split(q[:, asked], UNIT, 1), torch.split(positions, UNIT), strict=True):
             rows = attention_rows(some, where, k[:, :end], shape)[..., begin:]
-            rows = rows.masked_fill(where[:, None] <= torch.arange(begin, end, device=k.device), 0)
+            rows = rows.masked_fill(where[:, None] - torch.arange(begin, end, device=k.device) < least, 0)
             sums += rows.view(len(k), -1, *rows.shape[1:]).mean(1).sum(1)
         behind = positions[:, None] - torch.arange(begin, end, device=k.device)
-        seen = ((behind > 0) & (behind < (shape.window or n))).sum(0)
+        seen = ((behind >= least) & (behind < (shape.window or n))).sum(0)
         attention[begin:end] = (sums / seen.clamp(min=LEAST_QUERIES)).max(0).values
     return attention
 
@@ -116,6 +121,23 @@ def attention_to_kept(q: Tensor, at: Tensor, k: Tensor, positions: Tensor, shape
 def above(attention: Tensor, threshold: float) -> Tensor:
     """Return which tokens are exact by the threshold of the layer, (n,) bool."""
     return attention > threshold
+
+
+def most_attended_of_units(attention: Tensor) -> Tensor:
+    """Return which tokens are exact by rank in their unit, (n,) bool.
+
+    They are three of each, and as large a share of a last part.
+
+    Args:
+        attention: (n,) of tokens from the beginning of a unit on; one with 0 is not exact.
+    """
+    whole = len(attention) // UNIT
+    mask = torch.zeros_like(attention, dtype=torch.bool)
+    for units, length in ((slice(whole * UNIT), UNIT), (slice(whole * UNIT, None), len(attention) % UNIT)):
+        part = attention[units].view(-1, length) if length else attention[:0, None]
+        top = part.topk(round(UNIT_EXACT * length / UNIT), 1)
+        mask[units].view(part.shape).scatter_(1, top.indices, top.values > 0)
+    return mask
 
 
 def most_attended(attention: Tensor, share: float = SHARE) -> Tensor:

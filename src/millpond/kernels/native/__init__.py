@@ -44,6 +44,7 @@ from millpond.kernels.native.ops import (
 )
 from millpond.kernels.native.pages import write_packed
 from millpond.kernels.native.transform import decode_pages
+from millpond.kernels.native.unit_sums import add_unit_sums
 
 
 @cache

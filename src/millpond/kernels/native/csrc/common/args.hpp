@@ -156,6 +156,18 @@ struct PrefillArgs {
   double decay;  // factor on the column sums of earlier queries at each query
 };
 
+// Attention of every `step`-th position's query to the tokens of its unit that are at least `least` before it: unit u has
+// the positions u * unit to (u + 1) * unit - 1. What a token gets is added, as the mean of the query heads of a KV head.
+struct UnitSumsArgs {
+  const void *q, *k;  // (Hq, Q, dim), (Hkv, N, dim): the last Q of the N tokens have the queries
+  const float* lse;   // (Hq, Q): logs of the denominators
+  float* sums;        // (Hkv, at least N - first) of the tokens from the unit of the first query on
+  int64_t q_dtype, k_dtype;
+  int64_t q_head, q_row, k_head, k_row, lse_head, lse_row, sums_head;  // strides
+  int64_t n_heads, n_kv_heads, n_queries, n_columns, dim, unit, step, least, window, n_threads;
+  double scale, softcap;
+};
+
 // Queries that all see the same entries: one of each sequence that shares them.
 struct AttendArgs {
   PoolArgs pool;
