@@ -30,7 +30,8 @@ def begin(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, ModelSha
 def keep(args: argparse.Namespace, results: Sequence[object], **more: object) -> None:
     """Write the results to the file of --json, where there is one, with the options and the machine."""
     if args.json:
-        told = {name: value for name, value in vars(args).items() if name != "json"}
+        told = {name: value.name if isinstance(value, Path) else value for name, value in vars(args).items()}
+        del told["json"]
         if told.get("model") is not None:  # a path says where it lies on this machine
             told["model"] = Path(told["model"]).name
         machine = describe_machine()

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -85,20 +86,26 @@ def test_more_bytes_than_expected_begin_the_request_again_elsewhere(monkeypatch:
 def test_an_error_ends_that_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async def use(worker: EngineWorker) -> None:
         engine = worker._llm._engine
-        export_request = engine.export_request
+        begin_export = engine.begin_export
 
-        def fails(name: str) -> bytes:
+        def fails(name: str) -> Future[bytes]:
             if name == "a":
                 raise RuntimeError("out of luck")
-            return export_request(name)
+            leaving = begin_export(name)
+            if name == "c":  # when it has left
+                leaving = Future()
+                leaving.set_exception(RuntimeError("no codes"))
+            return leaving
 
-        monkeypatch.setattr(engine, "export_request", fails)
+        monkeypatch.setattr(engine, "begin_export", fails)
         await worker.start([StartMessage(request(name)) for name in "ab"])
         (kind, text) = (await last_update(worker, "a")).error or ("", "")
         assert (kind, "out of luck" in text) == ("", True)
         await worker.start([StartMessage(request("c"))])
-        assert (await last_update(worker, "c")).offered
-        for name in "bc":
+        assert "no codes" in ((await last_update(worker, "c")).error or ("", ""))[1]
+        await worker.start([StartMessage(request("d"))])
+        assert (await last_update(worker, "d")).offered
+        for name in "bd":
             await worker.release(name)
 
     with_worker(use)
@@ -107,14 +114,14 @@ def test_an_error_ends_that_request_alone(monkeypatch: pytest.MonkeyPatch) -> No
 def test_one_that_is_cancelled_while_it_is_packed_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async def use(worker: EngineWorker) -> None:
         engine, packing, go = worker._llm._engine, asyncio.Event(), threading.Event()
-        export_request, loop = engine.export_request, asyncio.get_running_loop()
+        begin_export, loop = engine.begin_export, asyncio.get_running_loop()
 
-        def slow(name: str) -> bytes:
+        def slow(name: str) -> Future[bytes]:
             loop.call_soon_threadsafe(packing.set)
             assert go.wait(60)
-            return export_request(name)
+            return begin_export(name)
 
-        monkeypatch.setattr(engine, "export_request", slow)
+        monkeypatch.setattr(engine, "begin_export", slow)
         await worker.start([StartMessage(request("a"))])
         await packing.wait()
         cancelled = asyncio.ensure_future(worker.cancel("a"))

@@ -214,7 +214,14 @@ class CodedPrefixes:
     # ------------------------------------------------------------------ coding
 
     def _encode_due(self, most: int) -> bool:
-        """Copy blocks that are due, `most` at most, and have them coded; False: none is, or enough wait."""
+        """Copy blocks that are due, and have them coded.
+
+        Args:
+            most: Most blocks.
+
+        Returns:
+            False: none is due, or enough wait.
+        """
         left = OUTSIDE_BYTES // self._codec.live_bytes - sum(len(one.nodes) for one in self._encoding)
         if left <= 0 and self._encoding:
             return False

@@ -38,7 +38,7 @@ def before_rope(
 ) -> tuple[Tensor, Tensor]:
     """Return keys without their rotation, and values, all KV heads of a token side by side.
 
-    They are (n, H D) and (n, H V) float32.
+    They are (n, H D) float32 and (n, H V) of the type of values.
 
     Args:
         keys: (H, n, D) after RoPE.
@@ -46,10 +46,9 @@ def before_rope(
         positions: Positions of the tokens.
         rotary: Rotation of the keys; None if they have none.
     """
-    keys = keys.float()
     if rotary is not None and keys.shape[1]:
         keys = rotary.rotate(keys[None], _all_of(positions, keys)[None], inverse=True)[0]
-    return joined(keys), joined(values.float())
+    return joined(keys.float()), joined(values)
 
 
 def decoded(
@@ -91,10 +90,11 @@ def moments(z: Tensor, coded: Tensor) -> tuple[Tensor, Tensor]:
 
     They are 0 and 1 if there are none.
     """
-    chosen = z[coded].double()
-    if not len(chosen):
+    if not coded.any():
         return z.new_zeros(z.shape[1]), z.new_ones(z.shape[1])
-    return chosen.mean(0).float(), chosen.std(0, correction=0).float()
+    chosen = z.T[:, coded].double()  # by dimension, as kernels write it
+    mean = chosen.mean(1, keepdim=True)
+    return mean[:, 0].float(), chosen.sub_(mean).square_().mean(1).sqrt().float()
 
 
 def _all_of(positions: Positions, keys: Tensor) -> Tensor:
