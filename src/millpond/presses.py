@@ -1,4 +1,4 @@
-"""kvpress's presses as methods of this package: for those who have a press's name and a compression ratio.
+"""Presses of kvpress, as methods, budgets and options of this package.
 
 Names and defaults are those of kvpress 0.5.5. A press compresses once, when the prompt was read, and what is decoded
 stays: so do the methods here (`decode="once"`), where they have the choice.
@@ -23,11 +23,13 @@ _ONCE: Mapping[str, Any] = MappingProxyType({"decode": "once"})
 
 @dataclass(frozen=True)
 class Equivalent:
-    """The method that does what a press does.
+    """Method that does what a press does.
 
     Attributes:
-        method: its name. options: with which it does so. renamed: options of the press, and what they are called here.
-        wraps: it is a press around another, whose name stands in brackets and becomes the option `score`.
+        method: Name of the method.
+        options: Options with which it does so.
+        renamed: Options of the press, and their names here.
+        wraps: Whether it is a press around another, whose name stands in brackets and becomes the option `score`.
     """
 
     method: str
