@@ -193,7 +193,7 @@ def page(report: dict[str, Any]) -> str:
             for row in own["rows"]
         ]
         heads = ("family", "form", "protocol", "questions on contexts", "tokens", "score", "95 %", "on the board")
-        parts.append(f"## {name}\n\n{len(chosen)} families are solved.\n\n{markdown_table(heads, lines)}\n")
+        parts.append(f"## {name}\n\nFamilies that are solved: {len(chosen)}.\n\n{markdown_table(heads, lines)}")
     return "\n".join(parts)
 
 
