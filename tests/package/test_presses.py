@@ -22,7 +22,7 @@ AROUND = [
     f"{name}({inner})"
     for name, own in EQUIVALENTS.items()
     if own.wraps
-    for inner in ("SnapKVPress", "ExpectedAttentionPress")
+    for inner in ("SnapKVPress", "TOVAPress" if name == "CriticalKVPress" else "ExpectedAttentionPress")
 ]
 
 
@@ -38,7 +38,7 @@ def test_what_a_press_stands_for_can_be_built(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["SnapKVPress", "StreamingLLMPress", "AdaKVPress(KnormPress)", "CriticalKVPress(KeyDiffPress)"]
+    "name", ["SnapKVPress", "StreamingLLMPress", "AdaKVPress(KnormPress)", "CriticalKVPress(TOVAPress)"]
 )
 def test_a_ratio_is_the_share_that_leaves_and_what_is_decoded_stays(name: str) -> None:
     model, ids = llama("gqa"), torch.arange(4, 84)[None]
