@@ -73,7 +73,7 @@ EQUIVALENTS: Mapping[str, Equivalent] = MappingProxyType(
         "PyramidKVPress": Equivalent("pyramidkv", {"score": "snapkv/window=64/kernel=5/pool=avg"}, {"beta": "beta"}),
         "AdaKVPress": Equivalent("ada", {}, {"alpha_safeguard": "alpha"}, wraps=True),
         "CriticalKVPress": Equivalent("criticalkv", {}, {"epsilon": "eps", "first_stage_ratio": "first"}, wraps=True),
-        "ChunkKVPress": Equivalent("chunkkv", {"chunk": 20, **_ONCE}, {"chunk_length": "chunk"}, wraps=True),
+        "ChunkKVPress": Equivalent("chunkkv", {"chunk": 20}, {"chunk_length": "chunk"}, wraps=True),
         "MergingPress": Equivalent("merge_on_evict", {}, {"similarity_threshold": "threshold"}, wraps=True),
     }
 )
