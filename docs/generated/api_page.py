@@ -19,6 +19,7 @@ GROUPS = {
         "CacheStats",
         "Budget",
         "preset",
+        "press",
         "fit",
         "save_document",
         "restore_document",

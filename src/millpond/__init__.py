@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from millpond.models.load import load_tokenizer as load_tokenizer
     from millpond.policy.policy import Policy as Policy
     from millpond.presets import preset as preset
+    from millpond.presses import press as press
     from millpond.prompt_marks import PromptMarks as PromptMarks
     from millpond_lab.fit import fit as fit
 
@@ -90,6 +91,7 @@ _HOME = {
     "load_tokenizer": "millpond.models.load",
     "plan": "millpond.engine.offload.planner",
     "preset": "millpond.presets",
+    "press": "millpond.presses",
     "restore_document": "millpond.hf.document",
     "save_document": "millpond.hf.document",
 }

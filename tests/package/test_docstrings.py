@@ -16,8 +16,8 @@ SOURCES = Path(__file__).parents[2] / "src" / "millpond"
 #: Packages whose docstrings keep the rules; the list grows until it is all of `src/millpond`.
 PACKAGES = (
     *("tiers", "codec", "policy", "models", "kernels", "runner", "inspector", "cluster", "cli", "server", "engine"),
-    *("budget", "cpu_limit", "install_command", "option_files", "option_ranges", "optional", "presets", "registry"),
-    *("scalar", "typed_json", "setting", "prompt_marks", "errors", "plugins"),
+    *("budget", "cpu_limit", "install_command", "option_files", "option_ranges", "optional", "presets", "presses"),
+    *("registry", "scalar", "typed_json", "setting", "prompt_marks", "errors", "plugins"),
     *("cache", "hf", "methods"),
 )
 #: First words that do not name the subject.

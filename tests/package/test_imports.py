@@ -42,7 +42,7 @@ ORDER = {
         {"tiers"},
         {"codec"},
         {"policy"},
-        {"methods", "presets"},
+        {"methods", "presets", "presses"},
         {"plugins"},
         {"cache"},
         {"models"},
