@@ -24,6 +24,6 @@ for given in "$@"; do
 	mkdir -p "$(dirname "$out")"
 	millpond calibrate --model "${given#*=}" --codec transform --no-default-text --windows "${WINDOWS:-16}" \
 		--text "$data/text/wikitext2_valid.txt" --text "$texts/novels.txt" --text "$texts/cpp.txt" \
-		--dtype "${DTYPE:-auto}" --most-bits "${MOST_BITS:-2}" --out "$out"
+		--dtype "${DTYPE:-auto}" --most-bits "${MOST_BITS:-2}" --most-head-bits 1.5 --out "$out"
 	xz -6 --lzma2=preset=6,lc=3,lp=1,pb=1 "$out"
 done

@@ -63,6 +63,9 @@ class TransformChoice(OptionGroup):
         float,
         typer.Option(help="Most bits a number that the file can be used with; fewer make it smaller (transform)."),
     ] = 4.0
+    most_head_bits: Annotated[
+        float | None, optional(help="The same of the parts for caches that evict; --most-bits by default (transform).")
+    ] = None
 
 
 @expand_groups
@@ -146,6 +149,7 @@ def _transform(
     from millpond.hf.calibration.transform import RESUME, calibrate_transform
 
     check_bits(choice.most_bits)
+    check_bits(choice.most_bits if choice.most_head_bits is None else choice.most_head_bits)
     loaded, tokenizer = model.load()
     given = given_texts(tokenizer, texts, windows, length)
     resume = out.with_name(out.name + RESUME)
@@ -156,7 +160,13 @@ def _transform(
                 usual = default_texts(loaded, tokenizer, length, progress)
         with _bar("calibrating") as progress:
             found = calibrate_transform(
-                loaded, [*given, *usual], length=length, most_bits=choice.most_bits, resume=resume, progress=progress
+                loaded,
+                [*given, *usual],
+                length=length,
+                most_bits=choice.most_bits,
+                most_head_bits=choice.most_head_bits,
+                resume=resume,
+                progress=progress,
             )
     found.save(out)
     return f"{len(found.layers)} layers · {found.calibrated.tokens:,} tokens"

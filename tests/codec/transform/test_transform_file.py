@@ -38,7 +38,7 @@ def transform() -> ModelTransform:
 
     layers = tuple((side(8), side(heads * dim)) for heads, _, dim in MODEL.shapes)
     heads = tuple(tuple((side(4), side(dim)) for _ in range(heads)) for heads, _, dim in MODEL.shapes)
-    calibrated = Calibrated(256, "d", 0.1, 0.3, 4.0)
+    calibrated = Calibrated(256, "d", 0.1, 0.3, 4.0, 2.0)
     return ModelTransform(MODEL, calibrated, layers, torch.tensor([0.1, 0.2]), heads)  # type: ignore[arg-type]
 
 

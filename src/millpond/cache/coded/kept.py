@@ -175,8 +175,10 @@ class KeptEncoder:
             attention: (H, W) float32 attention per query of each entry.
 
         Raises:
-            OptionError: heads hold other tokens each, and the file has no parts for single heads.
+            OptionError: heads hold other tokens each, and the file has no parts for single heads, or for fewer bits.
         """
+        if not kept.together:
+            self._transform.check_head_bits(self._bits)
         nth = len(self._layers)
         parts = parts_of(self._transform, nth, self._rotations[nth], kept.together)
         self._layers.append([_Projected.of(part, kept, attention) for part in parts])

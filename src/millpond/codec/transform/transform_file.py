@@ -83,6 +83,7 @@ class Calibrated:
         eps_keys: Share of the metric's mean that was added to that of keys.
         eps_values: The same of values.
         most_bits: Mean bits a number up to which the file has rows.
+        most_head_bits: The same of its parts for single heads; 0 without any.
     """
 
     tokens: int
@@ -90,6 +91,7 @@ class Calibrated:
     eps_keys: float
     eps_values: float
     most_bits: float
+    most_head_bits: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,12 +124,16 @@ class ModelTransform:
         Raises:
             OptionError: it was made for fewer bits.
         """
-        most = self.calibrated.most_bits
-        if bits > most:
-            raise OptionError(
-                f"transform:{bits:g}: this transform file has rows for up to {most:g} bits a number; use fewer bits, "
-                f"or make a file with 'millpond calibrate --codec transform --most-bits {bits:g}'"
-            )
+        _check_most(bits, self.calibrated.most_bits, "--most-bits")
+
+    def check_head_bits(self, bits: float) -> None:
+        """Check that the file has the rows of single heads that codes of `bits` a number need.
+
+        Raises:
+            OptionError: it was made for fewer bits, or has no parts for single heads.
+        """
+        self.digest_of_heads()
+        _check_most(bits, self.calibrated.most_head_bits, "--most-head-bits")
 
     def digest(self) -> str:
         """Return the SHA-256 of the numbers of layers, by which their codes name the transform."""
@@ -187,6 +193,14 @@ def _tensors_of(sides: Sides, own: str) -> dict[str, Tensor]:
         tensors[f"{own}{name}.distortions"] = side.distortions.cpu().contiguous()
         tensors[f"{own}{name}.levels"] = torch.cat(side.levels).cpu()
     return tensors
+
+
+def _check_most(bits: float, most: float, option: str) -> None:
+    if bits > most:
+        raise OptionError(
+            f"transform:{bits:g}: this transform file has rows for up to {most:g} bits a number; use fewer bits, or "
+            f"make a file with 'millpond calibrate --codec transform {option} {bits:g}'"
+        )
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
@@ -367,6 +381,8 @@ def _model_of(about: Mapping[str, str]) -> FittedModel:
 def _calibrated_of(about: Mapping[str, str]) -> Calibrated:
     facts = json.loads(about["calibrated"])
     kinds = {"tokens": int, "digest": str}
+    heads = facts["most_bits"] if about["format"] == FORMATS[1] else 0.0  # files that name no bits of heads
+    facts = {"most_head_bits": heads, **facts}
     return Calibrated(**{field.name: kinds.get(field.name, float)(facts[field.name]) for field in fields(Calibrated)})
 
 

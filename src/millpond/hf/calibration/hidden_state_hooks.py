@@ -13,7 +13,7 @@ _INSTALLED = "_output_capturing_hooks_installed"
 
 @contextmanager
 def removed_afterwards(model: nn.Module) -> Iterator[None]:
-    """Remove the forward hooks that modules of a model have at the end and did not have at the beginning.
+    """Remove the forward hooks that modules of a model get inside.
 
     Models with hooks do not run without their modules: no native layers, and no deterministic engine.
     """

@@ -65,6 +65,7 @@ def calibrate_transform(
     *,
     length: int = LENGTH,
     most_bits: float = 4.0,
+    most_head_bits: float | None = None,
     resume: str | os.PathLike[str] | None = None,
     progress: Progress = lambda done, total: None,
 ) -> ModelTransform:
@@ -78,6 +79,7 @@ def calibrate_transform(
         texts: Token ids of texts, (n,) each; each is cut into windows of `length`, and a rest of 128 or more is read.
         length: Tokens of a window.
         most_bits: Mean bits a number up to which rows are held; fewer make a smaller file.
+        most_head_bits: The same of the parts for single heads, which caches that evict need; None for `most_bits`.
         resume: File of the sums so far, written every 20 seconds and removed at the end; an existing one of the same
             model and texts is continued, any other is replaced. None for no file.
         progress: Function that is called with the steps done and all steps.
@@ -88,7 +90,8 @@ def calibrate_transform(
         UnsupportedModelError: MLA, layers that share keys, or a rotation that cannot be undone.
         NumericsError: the model computes NaN on these texts.
     """
-    check_bits(most_bits)
+    most_head_bits = check_bits(most_bits) if most_head_bits is None else most_head_bits
+    check_bits(most_head_bits)
     if length < SHORTEST:
         raise OptionError(f"length={length}: a window has at least {SHORTEST} tokens")
     model = unwrapped(model)
@@ -117,7 +120,8 @@ def calibrate_transform(
             layers.append(sums.fitted())
             heads.append([sums.fitted(head) for head in range(sums.n_heads)])
     progress(total, total)
-    calibrated = Calibrated(sum(len(w) for w in windows), _digest(windows), EPS_KEYS, EPS_VALUES, most_bits)
+    n_tokens = sum(len(window) for window in windows)
+    calibrated = Calibrated(n_tokens, _digest(windows), EPS_KEYS, EPS_VALUES, most_bits, most_head_bits)
     thresholds = torch.stack([moments.attention.quantile(1 - SHARE) for moments in reading.layers])
     reading.finish()
     return ModelTransform(
@@ -125,7 +129,7 @@ def calibrate_transform(
         calibrated,
         _kept(layers, most_bits),
         thresholds,
-        _by_layer(_kept([sides for layer in heads for sides in layer], most_bits), heads),
+        _by_layer(_kept([sides for layer in heads for sides in layer], most_head_bits), heads),
     )
 
 
