@@ -115,7 +115,7 @@ _NAME = re.compile(r"(\w+)(?:\((\w+)\))?")
 
 
 def press(name: str, compression_ratio: float, **options: Any) -> dict[str, Any]:
-    """Return the method, budget and options that a press of kvpress stands for, for `compress`.
+    """Return the method, budget and options for `compress` that a press of kvpress means.
 
     Args:
         name: "SnapKVPress", or a press around another as "AdaKVPress(SnapKVPress)".

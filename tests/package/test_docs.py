@@ -219,6 +219,7 @@ def test_code_that_is_not_run_is_named() -> None:
         "docs/how-to/cluster.md": "starts Ray and its processes",
         "docs/how-to/budget-by-quality.md": "reads a novel, for minutes",
         "docs/how-to/compress-once-ask-many.md": "calibrates a model, for minutes",
+        "docs/how-to/compare-with-kvpress.md": "names a model that is not here",
         "docs/how-to/images.md": "loads a model of many gigabytes",
         "docs/how-to/vllm.md": "runs vLLM, which has an environment of its own",
     }

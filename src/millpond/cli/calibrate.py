@@ -89,7 +89,7 @@ def calibrate(
     kvquant: KvquantChoice,
     transform: TransformChoice,
 ) -> None:
-    """Measure a model on texts, for kvquant2 to kvquant4, the storage codec transform or the method triattention.
+    """Measure a model on texts, for kvquant, the codec transform or triattention.
 
     For kvquant a text has 16,000 tokens or more. For transform it takes minutes and no gradients; an interrupted run
     continues from OUT.resume when it is started again.

@@ -49,7 +49,9 @@ class UnitSumsArgs(NamedTuple):
 
 
 def add_unit_sums(args: UnitSumsArgs) -> None:
-    """Add to a token's sum the attention of queries in its unit that see it and are `least` or more behind it.
+    """Add to the sum of each token the attention of queries in its unit.
+
+    They see it, and are `least` or more behind it.
 
     Of the query heads of a KV head it is the mean.
     """
@@ -86,7 +88,7 @@ def reference(args: UnitSumsArgs) -> None:
 
 @lru_cache(maxsize=256)
 def _seen(at: tuple[int, ...], n: int, least: int, window: int, device: torch.device) -> Tensor:
-    """Return which of the first `n` tokens of a unit the queries at some places are asked about.
+    """Return about which of the first `n` tokens of a unit queries are asked.
 
     (m, n) of 0 and 1.
     """

@@ -27,7 +27,7 @@ OFFSETS = tuple(2**power for power in range(17))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FutureLogits:
-    """s_j = max_h z_h(S_hj), z the deviation from the mean over what competes, in standard deviations.
+    """s_j = max_h z_h(S_hj), z in standard deviations over what competes.
 
     S_hj = mean over offsets d of (R_{t+d} E q_h) . k_j + c sum_f (E |q_f| - |E q_f|) |k_f| over the bands f of RoPE, t
     the newest position, k_j the stored key, and c the scaling of the rotation.
@@ -67,7 +67,10 @@ class FutureLogits:
 
 
 def _of_text(moments: QueryMoments, bands: Bands) -> tuple[Tensor, Tensor]:
-    """Return the mean query of each head, and the root of the mean square of its length in each band, (Hq, D)."""
+    """Return the mean query of each head and its length in each band, (Hq, D).
+
+    A length is the root of the mean square.
+    """
     squares = moments.outer.diagonal(dim1=1, dim2=2) / max(moments.count, 1)
     return moments.mean, bands.magnitudes(squares.clamp(min=0).sqrt())
 

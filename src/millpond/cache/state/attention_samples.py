@@ -120,7 +120,10 @@ class _Units:
         return torch.cat([*self._done, self._judged(begun)])
 
     def _judged(self, sums: Tensor) -> Tensor:
-        """Return which tokens behind `_done` are exact, by sums (n,) of whole units, or of the beginning of one."""
+        """Return which tokens behind `_done` are exact.
+
+        Sums (n,) are of whole units, or of the beginning of one.
+        """
         if not len(sums):
             return self._given
         counts = _counts(min(len(sums), self._unit), self._least, self._window, sums.device)

@@ -161,7 +161,7 @@ class ModelTransform:
         about = {
             "format": FORMATS[bool(self.heads)],
             "model": json.dumps(asdict(self.model)),
-            "calibrated": json.dumps(asdict(self.calibrated)),
+            "calibrated": json.dumps(self._calibrated()),
             "digest": _digest(tensors := self._layer_tensors() | self._head_tensors()),
         }
         try:
@@ -169,6 +169,12 @@ class ModelTransform:
             return Path(path).stat().st_size
         except (OSError, SafetensorError) as error:
             raise DataError(f"{os.fspath(path)!r} cannot be written: {error}") from error
+
+    def _calibrated(self) -> dict[str, Any]:
+        facts = asdict(self.calibrated)
+        if not self.heads:
+            del facts["most_head_bits"]  # unknown to files of format 1
+        return facts
 
     def _layer_tensors(self) -> dict[str, Tensor]:
         tensors = {"thresholds": self.thresholds.cpu().float().contiguous()}

@@ -18,7 +18,7 @@ from millpond.policy.scores.query_centres import Bands, QueryCentres
 def measure_centres(
     model: PreTrainedModel, texts: Sequence[Tensor], progress: Callable[[int, int], None] | None = None
 ) -> QueryCentres:
-    """Measure E q and E |q| per band of each layer and query head, over all tokens of some texts.
+    """Measure E q and E |q| per band of each layer and query head over some texts.
 
     Queries are those that the layers use, after the norms that some models have, turned back from their positions.
 

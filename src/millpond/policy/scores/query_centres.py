@@ -53,7 +53,9 @@ class QueryCentres:
 
 
 def centres_of(content: bytes, name: str) -> QueryCentres:
-    """Return the centres in the bytes of a file called `name`; its header is checked before anything is allocated.
+    """Return the centres in the bytes of a file called `name`.
+
+    Its header is checked before anything is allocated.
 
     Raises:
         DataError: torn, foreign, or with shapes or numbers that no measurement gives.
@@ -94,7 +96,7 @@ def _shapes(content: bytes, name: str) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bands:
-    """Bands of a rotation: pairs of channels that it turns into one another, and channels that it leaves.
+    """Bands of a rotation: pairs of channels that it turns, and channels that it leaves.
 
     Attributes:
         partner: (D,) int64, the other channel of each band; its own of a channel that is not turned.
