@@ -1,8 +1,8 @@
 """Prefix cache with and without a storage codec over a trace whose prompts begin alike: blocks held, tokens spared.
 
 Usage: python benchmarks/performance/coded_prefixes.py MODEL --trace mooncake_conversation.jsonl --text FILE
-    [--calibration FILE] [--codecs none transform:1.5] [--requests 200] [--cut 6144] [--share 0.1] [--running 2]
-    [--new 8] [--threads 1] [--json FILE]
+    [--calibration FILE] [--codecs none transform:1.5] [--dtype auto] [--requests 200] [--cut 6144] [--share 0.1]
+    [--running 2] [--new 8] [--threads 1] [--json FILE]
 
 Lines of the trace have `hash_ids`, one for each 512 tokens of a prompt; equal ones stand for equal tokens, which are
 taken from the text here. The requests are those of the first texts, by their second hash, that come more than once, in
@@ -105,13 +105,14 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--codecs", nargs="+", default=["none", "transform:1.5"])
+    parser.add_argument("--dtype", default="auto", help="Of the model; f32 is faster on a CPU that has no bf16.")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--cut", type=int, default=6144)
     parser.add_argument("--share", type=float, default=0.1)
     parser.add_argument("--running", type=int, default=2)
     parser.add_argument("--new", type=int, default=8)
     args, _ = begin(parser)
-    model, tokenizer = mp.load_model(args.model), mp.load_tokenizer(args.model)
+    model, tokenizer = mp.load_model(args.model, args.dtype), mp.load_tokenizer(args.model)
     text = tokens_of(tokenizer, args.text.read_text()[:3_000_000]).flatten().tolist()
     prompts = prompts_of(args, text)
     results: list[dict[str, Any]] = []
