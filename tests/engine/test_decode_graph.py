@@ -19,7 +19,18 @@ from tests.engine import test_codecs
 from tests.helpers.engine.helpers import METHODS, add, ask, engine_for, finish, greedy, tokens
 
 #: Methods whose step is more than attention and what is noted behind it: keys turn or are chosen, or entries merge.
-BY_LAYER = {"attention_gate", "cam", "d2o", "ems", "infllm", "minference", "rkv", "streaming"}
+BY_LAYER = {
+    "attention_gate",
+    "cam",
+    "d2o",
+    "ems",
+    "infllm",
+    "minference",
+    "random_attention",
+    "rkv",
+    "streaming",
+    "vase",
+}
 
 
 def rehearsed(work: Callable[[], None], device: torch.device) -> Callable[[], None]:

@@ -17,7 +17,7 @@ from tests.helpers.engine.helpers import METHODS, add, ask, engine_for, finish, 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="installed without native kernels")
 
 #: Methods whose step is more than attention and what is noted behind it: keys turn or are chosen, or entries merge.
-BY_LAYER = {"attention_gate", "cam", "d2o", "ems", "infllm", "minference", "rkv", "streaming"}
+BY_LAYER = {"attention_gate", "cam", "d2o", "ems", "infllm", "minference", "rkv", "streaming", "triattention"}
 
 
 def answers(engine: Engine) -> dict[str, list[int]]:

@@ -18,7 +18,10 @@ OPTIONS |= {
     "duo_attention": {"recent": 8},
     "fastgen": {"special": "1", "punctuation": "5;6;7", "threshold": 0.8},
     "kvzip": {"ask": "none"},
+    "random_attention": {"every": 8, "recent": 8},
     "rkv": {"buffer": 8},
+    "triattention": {"every": 8},
+    "vase": {"every": 8, "window": 8},
     "simlayerkv": {"recent": 8},
     **{name: {"window": 8} for name in ("dms", "finch", "snapkv")},
 }
