@@ -17,7 +17,7 @@ from tests.helpers.hf.transform import ids, tiny, transform_of_tiny
 
 TEXT, QUESTION = ids(400, 7)[None], ids(24, 8)[None]
 #: Methods that keep other tokens in each head, and some that keep the same ones.
-APART: dict[str, dict[str, Any]] = {"kvzip": {"ask": "5;6"}, "snapkv": {}, "h2o": {}, "ada": {}}
+APART: dict[str, dict[str, Any]] = {"kvzip": {"ask": "5;6", "across": False}, "snapkv": {}, "h2o": {}, "ada": {}}
 TOGETHER: dict[str, dict[str, Any]] = {"window": {}, "tova": {}, "streaming": {"positions": "absolute"}}
 METHODS = APART | TOGETHER
 BUDGET = 240
