@@ -23,7 +23,7 @@ from tests.engine.test_constraint import SCHEMA, byte_tokenizer
 pytest.importorskip("xgrammar", reason="the extra 'constrained' is not installed")
 
 #: Seconds of compiling on any CPU.
-SLOW = {"type": "object", "properties": {f"k{i}": {"type": "string", "maxLength": 5_000 + i} for i in range(40)}}
+SLOW = {"type": "object", "properties": {f"k{i}": {"type": "string", "maxLength": 5_000 + i} for i in range(240)}}
 
 
 #: Far less than a second of compiling.
