@@ -1,12 +1,13 @@
 """Attention of a real model as tables in a page and as a picture, out of the file of attention_mass.py.
 
-attention_page.py benchmarks/results/attention-mass.json --page docs/explanation/attention-real.md --svg FILE
+attention_page.py benchmarks/results/attention-mass.json.xz --page docs/explanation/attention-real.md --svg FILE
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import re
 from pathlib import Path
 from statistics import NormalDist
@@ -163,7 +164,8 @@ def main() -> None:
     parser.add_argument("--page", type=Path, required=True, help=f"the tables go between its {BEGIN} and {END}")
     parser.add_argument("--svg", type=Path, required=True)
     args = parser.parse_args()
-    found = json.loads(args.results.read_text(encoding="utf-8"))
+    content = args.results.read_bytes()
+    found = json.loads(lzma.decompress(content) if args.results.suffix == ".xz" else content)
     before = args.page.read_text(encoding="utf-8")
     section = f"{BEGIN}\n{tables(found)}\n{END}"
     args.page.write_text(re.sub(f"{BEGIN}.*?{END}", lambda _: section, before, flags=re.DOTALL), encoding="utf-8")

@@ -6,7 +6,8 @@
 #   shipped_transforms.sh DATA NAME=MODEL...
 #
 # DATA holds text/; each NAME.safetensors.xz goes into packages/millpond-models. WINDOWS of each kind are read, in DTYPE: a
-# CPU without instructions for bf16 is faster with f32.
+# CPU without instructions for bf16 is faster with f32. HEAD_BITS are 0 for the second model: for caches that evict it
+# needs a file of the user's own.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 data=$1
@@ -24,6 +25,6 @@ for given in "$@"; do
 	mkdir -p "$(dirname "$out")"
 	millpond calibrate --model "${given#*=}" --codec transform --no-default-text --windows "${WINDOWS:-16}" \
 		--text "$data/text/wikitext2_valid.txt" --text "$texts/novels.txt" --text "$texts/cpp.txt" \
-		--dtype "${DTYPE:-auto}" --most-bits "${MOST_BITS:-2}" --most-head-bits 1.5 --out "$out"
+		--dtype "${DTYPE:-auto}" --most-bits "${MOST_BITS:-2}" --most-head-bits "${HEAD_BITS:-1.5}" --out "$out"
 	xz -6 --lzma2=preset=6,lc=3,lp=1,pb=1 "$out"
 done

@@ -53,16 +53,18 @@ def test_shipped_files_are_small_and_have_cards() -> None:
     if not files:
         pytest.skip("neither a checkout nor millpond-models")
     assert len(files) == 2
-    assert sum(file.stat().st_size for file in files) <= 9_000_000
+    assert sum(file.stat().st_size for file in files) <= 8_000_000
     for file in files:
         transform = load_transform(file)
         card = (file.parent / f"{file.name.removesuffix('.safetensors.xz')}.md").read_text(encoding="utf-8")
         assert f"`{transform.digest()[:12]}`" in card
-        assert f"`{transform.digest_of_heads()[:12]}`" in card
         assert f"`{transform.calibrated.digest[:12]}`" in card
         assert f"{file.stat().st_size:,} bytes" in card
         assert transform.calibrated.most_bits == 2.0
         with pytest.raises(OptionError, match="up to 2 bits"):
             transform.check_bits(2.5)
-        with pytest.raises(OptionError, match=r"up to 1\.5 bits.*--most-head-bits 2"):
+        if transform.heads:
+            assert f"`{transform.digest_of_heads()[:12]}`" in card
+            transform.check_head_bits(1.5)
+        with pytest.raises(OptionError, match=r"up to 1\.5 bits.*--most-head-bits 2|no parts for single heads"):
             transform.check_head_bits(2.0)

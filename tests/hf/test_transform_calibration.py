@@ -238,3 +238,12 @@ def test_a_model_has_no_hooks_afterwards() -> None:
     assert seen
     own.remove()
     Engine(model, method="full", deterministic=True).close()
+
+
+def test_a_file_may_do_without_parts_for_single_heads() -> None:
+    found = calibrate_transform(tiny("gqa"), [ids(512), ids(512, 1)], length=512, most_head_bits=0)
+    assert (found.heads, found.calibrated.most_head_bits) == ((), 0)
+    with pytest.raises(OptionError, match="no parts for single heads"):
+        found.check_head_bits(1.5)
+    with pytest.raises(OptionError, match="transform:9"):
+        calibrate_transform(tiny("gqa"), [ids(512)], most_head_bits=9)

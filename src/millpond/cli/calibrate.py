@@ -64,7 +64,7 @@ class TransformChoice(OptionGroup):
         typer.Option(help="Most bits a number that the file can be used with; fewer make it smaller (transform)."),
     ] = 4.0
     most_head_bits: Annotated[
-        float | None, optional(help="The same of the parts for caches that evict; --most-bits by default (transform).")
+        float | None, optional(help="The same of parts for caches that evict; 0: none, else --most-bits (transform).")
     ] = None
 
 
@@ -146,10 +146,9 @@ def _transform(
         raise OptionError("--no-default-text leaves nothing to read: give --text")
     from millpond.codec.transform.allocation import check_bits
     from millpond.hf.calibration.texts import default_texts, given_texts
-    from millpond.hf.calibration.transform import RESUME, calibrate_transform
+    from millpond.hf.calibration.transform import RESUME, calibrate_transform, checked_head_bits
 
-    check_bits(choice.most_bits)
-    check_bits(choice.most_bits if choice.most_head_bits is None else choice.most_head_bits)
+    checked_head_bits(check_bits(choice.most_bits), choice.most_head_bits)
     loaded, tokenizer = model.load()
     given = given_texts(tokenizer, texts, windows, length)
     resume = out.with_name(out.name + RESUME)

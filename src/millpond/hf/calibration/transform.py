@@ -79,7 +79,8 @@ def calibrate_transform(
         texts: Token ids of texts, (n,) each; each is cut into windows of `length`, and a rest of 128 or more is read.
         length: Tokens of a window.
         most_bits: Mean bits a number up to which rows are held; fewer make a smaller file.
-        most_head_bits: The same of the parts for single heads, which caches that evict need; None for `most_bits`.
+        most_head_bits: The same of the parts for single heads, which caches that evict need; None for `most_bits`, 0
+            for no such parts.
         resume: File of the sums so far, written every 20 seconds and removed at the end; an existing one of the same
             model and texts is continued, any other is replaced. None for no file.
         progress: Function that is called with the steps done and all steps.
@@ -90,8 +91,8 @@ def calibrate_transform(
         UnsupportedModelError: MLA, layers that share keys, or a rotation that cannot be undone.
         NumericsError: the model computes NaN on these texts.
     """
-    most_head_bits = check_bits(most_bits) if most_head_bits is None else most_head_bits
-    check_bits(most_head_bits)
+    check_bits(most_bits)
+    most_head_bits = checked_head_bits(most_bits, most_head_bits)
     if length < SHORTEST:
         raise OptionError(f"length={length}: a window has at least {SHORTEST} tokens")
     model = unwrapped(model)
@@ -118,7 +119,8 @@ def calibrate_transform(
             progress(len(windows) + index, total)
             sums = _LayerSums.of(moments, reading.maps(index), reading.shapes[index])
             layers.append(sums.fitted())
-            heads.append([sums.fitted(head) for head in range(sums.n_heads)])
+            if most_head_bits:
+                heads.append([sums.fitted(head) for head in range(sums.n_heads)])
     progress(total, total)
     n_tokens = sum(len(window) for window in windows)
     calibrated = Calibrated(n_tokens, _digest(windows), EPS_KEYS, EPS_VALUES, most_bits, most_head_bits)
@@ -129,7 +131,7 @@ def calibrate_transform(
         calibrated,
         _kept(layers, most_bits),
         thresholds,
-        _by_layer(_kept([sides for layer in heads for sides in layer], most_head_bits), heads),
+        _kept_heads(heads, most_head_bits),
     )
 
 
@@ -182,10 +184,21 @@ def _kept(layers: list[Sides], most_bits: float) -> tuple[Sides, ...]:
     return tuple(zip(sides[::2], sides[1::2], strict=True))
 
 
-def _by_layer(parts: Sequence[Sides], layers: Sequence[Sequence[Sides]]) -> tuple[tuple[Sides, ...], ...]:
-    """Return parts of single heads in turn by their layers."""
-    left = iter(parts)
-    return tuple(tuple(next(left) for _ in layer) for layer in layers)
+def checked_head_bits(most_bits: float, most_head_bits: float | None) -> float:
+    """Return the bits of parts for single heads, which are `most_bits` where none are given.
+
+    Raises:
+        OptionError: neither 0 nor bits that a file may have.
+    """
+    if most_head_bits is None:
+        return most_bits
+    return check_bits(most_head_bits) if most_head_bits else 0.0
+
+
+def _kept_heads(layers: Sequence[Sequence[Sides]], most_bits: float) -> tuple[tuple[Sides, ...], ...]:
+    """Return the same for parts of single heads, given bits together, by layer."""
+    kept = iter(_kept([sides for layer in layers for sides in layer], most_bits) if layers else ())
+    return tuple(tuple(next(kept) for _ in layer) for layer in layers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
