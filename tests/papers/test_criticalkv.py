@@ -21,7 +21,7 @@ from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import AccumulatedAttention
 from millpond.policy.selection import keep_best
 from millpond.policy.view import View
-from tests.helpers.hf.eager import eager_attention
+from tests.helpers.hf.eager import eager_attention_and_values
 from tests.helpers.hf.families import one, shared_model
 from tests.helpers.matrix.models import llama, prompts
 from tests.helpers.papers.keyed import view
@@ -114,16 +114,7 @@ def test_against_the_model_s_own_attention_and_values() -> None:
     """The kept sets of h2o's score, from eager attention and captured values, worked entry by entry."""
     model, (ids, _) = llama("gqa"), prompts(1)
     n, budget = ids.shape[1], 14
-    captured: list[Tensor] = []
-    hooks = [
-        layer.self_attn.v_proj.register_forward_hook(lambda *a: captured.append(a[2][0].detach()))
-        for layer in model.model.layers
-    ]
-    try:
-        attention = eager_attention(model, ids)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    attention, captured = eager_attention_and_values(model, ids)
     with torch.no_grad(), mp.compress(model, "criticalkv", budget, score="h2o") as cache:
         model(ids, cache=cache)
         kept = [cache.positions(layer) for layer in (0, 1)]

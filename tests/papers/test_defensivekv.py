@@ -14,7 +14,7 @@ from millpond.errors import OptionError
 from millpond.methods import METHODS
 from millpond.methods.defensivekv import WorstRisk, pooled_rows
 from millpond.policy.view import View
-from tests.helpers.hf.eager import eager_attention
+from tests.helpers.hf.eager import eager_attention_and_values
 from tests.helpers.matrix.models import llama, prompts
 from tests.helpers.papers.keyed import view
 
@@ -116,16 +116,8 @@ class Reference:
 @pytest.mark.parametrize("across", [False, True])
 def test_against_the_model_s_own_attention_and_values(across: bool, mass: float) -> None:
     model, (ids, _) = llama("gqa"), prompts(1)
-    n, captured = ids.shape[1], []
-    hooks = [
-        layer.self_attn.v_proj.register_forward_hook(lambda *a: captured.append(a[2][0].detach()))
-        for layer in model.model.layers
-    ]
-    try:
-        attention = eager_attention(model, ids)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    n = ids.shape[1]
+    attention, captured = eager_attention_and_values(model, ids)
     plain = []
     for layer, block in enumerate(model.model.layers):
         maps = block.self_attn.o_proj.weight.detach().T.reshape(HEADS * GROUP, DIM, -1)

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import millpond as mp
 from millpond.errors import OptionError
 from millpond.methods import METHODS
 from millpond.methods.vase import WideValuesAndDraws
 from millpond.policy.scores.attention import AccumulatedAttention
-from tests.helpers.hf.eager import eager_attention
+from tests.helpers.hf.eager import eager_attention_and_values
 from tests.helpers.matrix.models import llama, prompts
 from tests.helpers.papers.keyed import view
 from tests.papers.test_random_attention import draw
@@ -50,16 +49,7 @@ def test_against_the_model_s_own_attention_and_values(protects: bool) -> None:
     model, (ids, _) = llama("gqa"), prompts(1)
     n, window, budget, large, seed = ids.shape[1], 4, 16, 0.5, 5
     settings: dict[str, Any] = {"window": window, "kernel": 3, "sinks": 2, "seed": seed, "large": large, "every": 3}
-    captured: list[Tensor] = []
-    hooks = [
-        layer.self_attn.v_proj.register_forward_hook(lambda *a: captured.append(a[2][0].detach()))
-        for layer in model.model.layers
-    ]
-    try:
-        attention = eager_attention(model, ids)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    attention, captured = eager_attention_and_values(model, ids)
     first = n if not protects else 8
     with torch.no_grad(), mp.compress(model, "vase", budget, prompt=protects, **settings) as cache:
         model(ids[:, :first], cache=cache)

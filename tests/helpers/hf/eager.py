@@ -16,3 +16,17 @@ def eager_attention(model: Any, ids: Tensor) -> tuple[Tensor, ...]:
     finally:
         model.set_attn_implementation(before)
     return weights
+
+
+def eager_attention_and_values(model: Any, ids: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """Weights as above, and the values (columns, KV heads x channels) of each layer, of the first text."""
+    values: list[Tensor] = []
+    hooks = [
+        layer.self_attn.v_proj.register_forward_hook(lambda *a: values.append(a[2][0].detach()))
+        for layer in model.model.layers
+    ]
+    try:
+        return eager_attention(model, ids), values
+    finally:
+        for hook in hooks:
+            hook.remove()
