@@ -16,21 +16,7 @@ from millpond.prompt_marks import PromptMarks
 from millpond.runner import native_forward
 from millpond.runner.native_forward import DecodeGraph, NativeForward
 from tests.engine import test_codecs
-from tests.helpers.engine.helpers import METHODS, add, ask, engine_for, finish, greedy, tokens
-
-#: Methods whose step is more than attention and what is noted behind it: keys turn or are chosen, or entries merge.
-BY_LAYER = {
-    "attention_gate",
-    "cam",
-    "d2o",
-    "ems",
-    "infllm",
-    "minference",
-    "random_attention",
-    "rkv",
-    "streaming",
-    "vase",
-}
+from tests.helpers.engine.helpers import BY_LAYER, METHODS, add, ask, engine_for, finish, greedy, tokens
 
 
 def rehearsed(work: Callable[[], None], device: torch.device) -> Callable[[], None]:

@@ -12,12 +12,9 @@ from millpond.engine.engine import Engine
 from millpond.errors import NumericsError
 from millpond.kernels import native
 from millpond.models.lean.decoder import Decoder
-from tests.helpers.engine.helpers import METHODS, add, ask, engine_for, finish, greedy, tokens
+from tests.helpers.engine.helpers import BY_LAYER, METHODS, add, ask, engine_for, finish, greedy, tokens
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="installed without native kernels")
-
-#: Methods whose step is more than attention and what is noted behind it: keys turn or are chosen, or entries merge.
-BY_LAYER = {"attention_gate", "cam", "d2o", "ems", "infllm", "minference", "rkv", "streaming", "triattention"}
 
 
 def answers(engine: Engine) -> dict[str, list[int]]:

@@ -23,6 +23,12 @@ METHODS: dict[str, dict[str, Any]] = {name: {} for name in mp.list_methods() if 
 METHODS["fastgen"] = {"special": "1", "punctuation": "5;6;7"}
 METHODS["random_attention"] = {"recent": 8}  # a budget of 64 has room beside these
 KEEP_ALL = ("full", "minference")
+#: Methods whose step is more than attention and what is noted behind it: keys turn or are chosen, entries merge, or
+#: plans are made between prompts.
+BY_LAYER = {
+    *("attention_gate", "cam", "d2o", "ems", "infllm", "minference", "random_attention", "rkv", "streaming"),
+    *("triattention", "vase"),
+}
 
 
 def prompt(length: int) -> tuple[int, ...]:
