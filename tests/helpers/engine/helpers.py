@@ -21,7 +21,7 @@ NEW = 14
 #: Methods that the engine runs, with the options that they need.
 METHODS: dict[str, dict[str, Any]] = {name: {} for name in mp.list_methods() if name not in ("kvzip", "sirllm")}
 METHODS["fastgen"] = {"special": "1", "punctuation": "5;6;7"}
-METHODS["random_attention"] = {"recent": 8}  # a budget of 64 has room beside these
+METHODS["random_attention"], METHODS["vase"] = {"recent": 8}, {"window": 8}  # a budget of 64 has room beside these
 KEEP_ALL = ("full", "minference")
 #: Methods whose step is more than attention and what is noted behind it: keys turn or are chosen, entries merge, or
 #: plans are made between prompts.
