@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable
@@ -10,14 +11,16 @@ from millpond.server.errors import ApiError
 
 #: Characters from which on a run is a long one.
 LONG_RUN = 2**10
-#: Of two parts of a run one is `STEP` times as long; where it takes `SUPERLINEAR` times as long or more, time grows
-#: about with the square.
-STEP, SUPERLINEAR = 4, 10.0
+#: Of two parts of a run one is `STEP` times as long: time that grows with the length is `STEP` times as much, time
+#: that grows with the square `STEP**2` times. By one look all up to the first bound is of the length, all from the
+#: second on of the square. After `TRIES` looks at both parts in turn (the fastest counts, since others slow a
+#: processor down for a moment) the bounds are closer. What lies between is tried with a longer part.
+STEP, TRIES = 4, 3
+FIRST_LOOK, LAST_LOOK = (5.0, 11.0), (6.0, 8.0)
 #: Seconds that all long runs of a text may take by that account.
 MAX_S = 2.0
-#: Seconds of a part from which on it tells how time grows, and times that it is then tried: the fastest counts, since
-#: others may have emptied the processor's caches.
-JUDGED_S, TRIES = 0.025, 3
+#: Seconds of a part from which on it tells how time grows.
+JUDGED_S = 0.025
 
 _BLANKS = re.compile(r"\s\s+")
 Span = tuple[int, int]
@@ -62,17 +65,29 @@ def _seconds_by_square(run: str, behind: str, encode: Callable[[str], object], s
     """
     size = LONG_RUN // STEP
     while size <= len(run):
-        seconds = _seconds(encode, run[:size] + behind, 1)
+        seconds = _seconds(encode, run[:size] + behind)
         if seconds * squares / size**2 <= MAX_S:  # were it by the square from here on
             return None
         if seconds > JUDGED_S:
-            smaller, larger = (_seconds(encode, run[:part] + behind, TRIES) for part in (size // STEP, size))
-            if larger > SUPERLINEAR * smaller:
-                return larger * squares / size**2
-            if larger > 2 * JUDGED_S:  # long enough to be sure
+            seconds, growth = _growth(encode, run[: size // STEP] + behind, run[:size] + behind, seconds)
+            if growth >= LAST_LOOK[1]:
+                return seconds * squares / size**2
+            if growth <= LAST_LOOK[0] and seconds > 2 * JUDGED_S:  # long enough to be sure
                 return None
         size *= STEP
     return None
+
+
+def _growth(encode: Callable[[str], object], smaller: str, larger: str, seconds: float) -> tuple[float, float]:
+    """Return the seconds of the larger of two texts, which took `seconds` once, and how many times the smaller's."""
+    fewer = math.inf
+    for _ in range(TRIES):
+        fewer = min(fewer, _seconds(encode, smaller))
+        if not FIRST_LOOK[0] < seconds / fewer < FIRST_LOOK[1]:
+            break
+        seconds = min(seconds, _seconds(encode, larger))
+        fewer = min(fewer, _seconds(encode, smaller))
+    return seconds, seconds / fewer
 
 
 def _blanks(text: str) -> list[Span]:
@@ -93,14 +108,8 @@ def _length(span: Span) -> int:
     return span[1] - span[0]
 
 
-def _seconds(encode: Callable[[str], object], text: str, tries: int) -> float:
-    """Return the CPU time of the fastest of some tries, in this thread.
-
-    What others do meanwhile does not count.
-    """
-    times = []
-    for _ in range(tries):
-        began = time.thread_time()
-        encode(text)
-        times.append(time.thread_time() - began)
-    return min(times)
+def _seconds(encode: Callable[[str], object], text: str) -> float:
+    """Return the CPU time of a try, in this thread: what others do meanwhile does not count."""
+    began = time.thread_time()
+    encode(text)
+    return time.thread_time() - began
