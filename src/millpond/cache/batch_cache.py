@@ -17,7 +17,7 @@ from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages import table_bytes
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.ref_counted_pool import Pool
-from millpond.cache.state.attention_samples import AttentionSamples, SampledAttention
+from millpond.cache.state.attention_samples import AttentionSamples, LayerSamples
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.prompt_sums import LayerSums
 from millpond.cache.state.recurrent_states import RecurrentStates
@@ -87,9 +87,9 @@ class BatchCache:
         for layer_cache in self.layers:
             layer_cache.reading = value
 
-    def sample(self, rule: SampledAttention) -> None:
+    def sample(self) -> None:
         """Take samples of the attention of the prompt that begins."""
-        self.samples = rule.samples()
+        self.samples = AttentionSamples([LayerSamples() for _ in self.layers])
         for layer_cache, own in zip(self.layers, self.samples.layers, strict=True):
             layer_cache.attention.samples = own
 

@@ -32,7 +32,6 @@ from millpond.cache.tiered.block_tokens import (
 )
 from millpond.cache.tiered.coded_block import BlockCodec
 from millpond.codec.basis import Basis
-from millpond.codec.transform.exact_tokens import UNIT
 from millpond.errors import DataError
 from millpond.kernels.thread_count import alone
 
@@ -126,11 +125,6 @@ class CodedPrefixes:
         self._asked: dict[PrefixNode, int] = {}  # in which step a request last asked for a node
         self._heads = [heads for heads, _, _ in codec.shapes]
         self.counts = CodeCounts()
-
-    @property
-    def unit(self) -> int:
-        """Tokens by whose queries a token of a block is judged: those of its block, 256 at most."""
-        return min(self._codec.slots, UNIT)
 
     @property
     def codes(self) -> NodeCodes:

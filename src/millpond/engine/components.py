@@ -330,7 +330,7 @@ def _decode_groups(
         floor=config.budget_floor,
         host_kv=host_kv,
         step_tokens=config.max_step_tokens,
-        sampled=None if storage_codec is None else storage_codec.sampled(config.page_slots),
+        sampled=storage_codec is not None,
     )
     for codec in filter(loses_by_bias, codecs_of(resolve(choice.codec))):
         warn_of_bias(codec, model.model)

@@ -13,7 +13,6 @@ from millpond.cache.layer.host_layer_cache import HostKV
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.pool_set import PoolSet
 from millpond.cache.pages.tier_limits import TierLimits
-from millpond.cache.state.attention_samples import SampledAttention
 from millpond.cache.state.recurrent_states import StateSlots
 from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.codec import Codec, CodecSpec, codec_text
@@ -53,7 +52,7 @@ class DecodeGroups:
         floor: Least tokens of a share, see `EngineConfig`.
         host_kv: Layers whose pages are in the host's memory while the model is on a device; None: there are none.
         step_tokens: Tokens of one step, where prompts are read.
-        sampled: Rule by which the attention of prompts is sampled, for a storage codec; None: it is not.
+        sampled: Whether the attention of prompts is sampled, for a storage codec.
 
     Attributes:
         reach: Positions after which gaps close and a text continues; None: it ends there.
@@ -74,7 +73,7 @@ class DecodeGroups:
         floor: int = 0,
         host_kv: HostKV | None = None,
         step_tokens: int = 512,
-        sampled: SampledAttention | None = None,
+        sampled: bool = False,
     ) -> None:
         self.reach, self._named, self._floor = reach, named, floor
         self.defaults = defaults

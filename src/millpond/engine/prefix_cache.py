@@ -6,7 +6,6 @@ import hashlib
 import secrets
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 
 import torch
@@ -213,7 +212,7 @@ class PrefixCache:
         if self.coded is not None and samples is not None and samples.has_seen(n_tokens) and can_code(tables):
             bases = [table.basis for table in tables]
             first = 0 if state.behind is None else state.begun_with
-            coding = Coding(partial(samples.exact, self.coded.unit), bases, first)
+            coding = Coding(samples.exact, bases, first)
         return self.tree.keep(key, ids, tables, self._access(state), coding=coding, behind=state.behind)
 
     def _insert_sums(self, state: RequestState, batch_cache: BatchCache) -> None:

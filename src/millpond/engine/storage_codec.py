@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from millpond.cache.state.attention_samples import SampledAttention
 from millpond.cache.tiered.coded_block import BlockCodec
 from millpond.cache.types import RotaryEmbedding
 from millpond.codec import Codec
@@ -60,10 +59,6 @@ class ModelCodec:
     def blocks(self, slots: int, dtype: torch.dtype) -> BlockCodec:
         """Return the codec of blocks of so many tokens, for entries of a type."""
         return BlockCodec(self.transform, self.codec.bits, self.rotations, slots, dtype)
-
-    def sampled(self, block: int) -> SampledAttention:
-        """Return the rule by which prompts are sampled, for a tree with blocks of so many tokens."""
-        return SampledAttention(tuple(self.transform.thresholds.tolist()), block)
 
 
 def format_calibration(config: EngineSettings) -> Calibration | None:

@@ -17,7 +17,6 @@ from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.layer.shared_entries import SharedEntries
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool_set import PoolSet, pools_by_layer
-from millpond.cache.state.attention_samples import SampledAttention
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.recurrent_states import StateSlots
 from millpond.cache.state.token_ids import TokenIds
@@ -94,7 +93,7 @@ class CacheFactory(CacheLayout):
         host_kv: Layers whose pages are in the host's memory while the model is on a device; None: all pages are where
             the model is.
         step_tokens: Tokens of one pass, where prompts are read.
-        sampled: Rule by which the attention of prompts is sampled, for a storage codec; None: it is not.
+        sampled: Whether the attention of prompts is sampled, for a storage codec.
 
     Attributes:
         policy: Policy under the budget.
@@ -124,7 +123,7 @@ class CacheFactory(CacheLayout):
         reach: int | None = None,
         host_kv: HostKV | None = None,
         step_tokens: int = 512,
-        sampled: SampledAttention | None = None,
+        sampled: bool = False,
     ) -> None:
         policy = policy_of(method, dict(options))
         check_packable(method, policy.needs)
@@ -173,7 +172,7 @@ class CacheFactory(CacheLayout):
         self.reach, self._rotations = reach, rotations
         self.on_disk = frozenset() if tier is None else tier.layers
         self._model = model
-        self._sampled = sampled if policy.prefill == "once" and policy.positions == "absolute" else None
+        self._sampled = sampled and policy.prefill == "once" and policy.positions == "absolute"
         self._rotary = ModelRotation.of(profile) if policy.positions == "cache_relative" else None
         self._template_caches = self._layer_caches(PositionTracker(), 0)
         if reach is not None:
@@ -202,8 +201,8 @@ class CacheFactory(CacheLayout):
         states = None if self._model.states is None else CarriedStates(self._model.states, self.slots)
         batch_cache = BatchCache(layer_caches, tracker, before_plan, states, self.tier, self._rotations)
         batch_cache.reading = prompt > 0
-        if prompt and self._sampled is not None:
-            batch_cache.sample(self._sampled)
+        if prompt and self._sampled:
+            batch_cache.sample()
         return batch_cache
 
     @property

@@ -8,7 +8,6 @@ import torch
 from millpond.codec.transform import exact_tokens
 from millpond.codec.transform.exact_tokens import (
     LEAST_QUERIES,
-    above,
     attention_per_query,
     attention_rows,
     attention_to_kept,
@@ -64,7 +63,7 @@ def test_many_queries_are_asked_part_by_part(monkeypatch: pytest.MonkeyPatch) ->
     q, k = heads()
     at = torch.arange(15, 96, 16)
     whole = attention_per_query(q[:, at], at, k, SHAPE, 96)
-    monkeypatch.setattr(exact_tokens, "UNIT", 2)
+    monkeypatch.setattr(exact_tokens, "TOGETHER", 2)
     torch.testing.assert_close(attention_per_query(q[:, at], at, k, SHAPE, 96), whole)
 
 
@@ -102,14 +101,13 @@ def test_attention_to_what_each_head_kept(monkeypatch: pytest.MonkeyPatch) -> No
                     expected[head, place] += logits.softmax(0)[seen.index(t)] / 2
             expected[head, place] /= max(len(asked), LEAST_QUERIES)
     for together in (256, 2):
-        monkeypatch.setattr(exact_tokens, "UNIT", together)
+        monkeypatch.setattr(exact_tokens, "TOGETHER", together)
         found = attention_to_kept(q[:, at], at, keys, positions, shape)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_exact_by_threshold_and_by_rank() -> None:
+def test_exact_by_rank() -> None:
     attention = torch.tensor([0.3, 0.5, 0.7, 0.5, 0.6, 0.1])
-    assert above(attention, 0.5).nonzero()[:, 0].tolist() == [2, 4]
     assert most_attended(attention, 0.2).nonzero()[:, 0].tolist() == [2]
     assert most_attended(attention, 0.05).sum() == 0
     assert most_attended(torch.rand(1000)).sum() == 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from millpond.errors import OptionError
 from tests.helpers.engine.coded import CODEC, agreement, answer, asked, engine_of, first_choices, prompt, run
 from tests.helpers.engine.sessions import stored
 from tests.helpers.formats.files import same
-from tests.helpers.hf.transform import transform_of_tiny
 
 NEW = 20
 
@@ -82,9 +80,7 @@ def test_turns_are_continued_after_restarts_and_keep_their_bytes(tmp_path: Path)
 
 
 def test_tokens_of_later_turns_are_exact_by_their_attention(tmp_path: Path) -> None:
-    transform = transform_of_tiny("gqa")
-    often = replace(transform, thresholds=0.3 * transform.thresholds)
-    words, files, _ = conversation(tmp_path, (400, 300), calibration=often)
+    words, files, _ = conversation(tmp_path, (400, 300))
     covered = (len(words) - 1 - 64) // 32 * 32
     last = content(files[-1])[1]
     later = [at for layer in (0, 1) for at in last[f"cache.codes.{layer}.exact.at"].tolist() if 420 < at < covered]

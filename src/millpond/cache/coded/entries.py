@@ -92,9 +92,11 @@ def moments(z: Tensor, coded: Tensor) -> tuple[Tensor, Tensor]:
     """
     if not coded.any():
         return z.new_zeros(z.shape[1]), z.new_ones(z.shape[1])
-    chosen = z.T[:, coded].double()  # by dimension, as kernels write it
-    mean = chosen.mean(1, keepdim=True)
-    return mean[:, 0].float(), chosen.sub_(mean).square_().mean(1).sqrt().float()
+    others, n = (~coded).nonzero()[:, 0], int(coded.sum())
+    x = z.T.clone().index_fill_(1, others, 0)  # by dimension, as kernels write it
+    mean = (x.sum(1, dtype=torch.float64) / n).float()
+    squares = x.sub_(mean[:, None]).index_fill_(1, others, 0).square_()
+    return mean, (squares.sum(1, dtype=torch.float64) / n).sqrt().float()
 
 
 def _all_of(positions: Positions, keys: Tensor) -> Tensor:

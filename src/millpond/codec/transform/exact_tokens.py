@@ -15,6 +15,8 @@ QUERY_STEP = 16
 UNIT = 256
 #: Exact tokens of a unit, and how far behind a token queries are that judge it: nearer ones look at what is near.
 UNIT_EXACT, FAR = 3, 32
+#: Sampled queries that are looked at together: their logits stay in a processor's cache.
+TOGETHER = 16
 #: Queries that a token's attention is divided by at least: the last tokens of a unit are seen by few.
 LEAST_QUERIES = 4
 #: Share of the tokens of a calibration that are exact by attention.
@@ -35,17 +37,17 @@ def attention_rows(q: Tensor, at: Tensor, k: Tensor, shape: AttentionShape, posi
         (Hq, m, n) float32; 0 where a query does not see an entry, NaN where it sees none.
     """
     n = k.shape[1]
-    logits = q.float().reshape(len(k), -1, q.shape[2]) @ k.float().transpose(1, 2) * shape.scale
-    logits = logits.view(len(q), -1, n)
+    scaled = q.float().reshape(len(k), -1, q.shape[2]) * shape.scale
+    logits = (scaled @ k.float().transpose(1, 2)).view(len(q), -1, n)
     if shape.softcap:
-        logits = shape.softcap * torch.tanh(logits / shape.softcap)
+        logits = logits.div_(shape.softcap).tanh_().mul_(shape.softcap)
     behind = at[:, None] - (torch.arange(n, device=q.device) if positions is None else positions[:, None])
     hidden = behind < 0
     if shape.window:
         hidden |= behind >= shape.window
     if positions is not None:
         hidden = (hidden | (positions < 0)[:, None]).repeat_interleave(len(q) // len(k), 0)
-    logits = logits.masked_fill(hidden, -torch.inf)
+    logits.masked_fill_(hidden, -torch.inf)
     if shape.sink_logits is not None:
         sinks = shape.sink_logits.to(logits).view(-1, 1, 1).expand(-1, logits.shape[1], 1)
         return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
@@ -79,10 +81,13 @@ def attention_per_query(
             continue
         positions = at[asked]
         sums = k.new_zeros((len(k), end - begin), dtype=torch.float32)
-        for some, where in zip(torch.split(q[:, asked], UNIT, 1), torch.split(positions, UNIT), strict=True):
-            rows = attention_rows(some, where, k[:, :end], shape)[..., begin:]
-            rows = rows.masked_fill(where[:, None] - torch.arange(begin, end, device=k.device) < least, 0)
-            sums += rows.view(len(k), -1, *rows.shape[1:]).mean(1).sum(1)
+        for some, where in zip(torch.split(q[:, asked], TOGETHER, 1), torch.split(positions, TOGETHER), strict=True):
+            last = int(where[-1]) + 1  # no query of these sees what is behind
+            rows = attention_rows(some, where, k[:, :last], shape)[..., begin:]
+            near = max(begin, int(where[0]) - least + 1)
+            behind = where[:, None] - torch.arange(near, last, device=k.device)
+            rows[..., near - begin :].masked_fill_(behind < least, 0)
+            sums[:, : last - begin] += rows.reshape(len(k), -1, last - begin).sum(1) / (len(q) // len(k))
         behind = positions[:, None] - torch.arange(begin, end, device=k.device)
         seen = ((behind >= least) & (behind < (shape.window or n))).sum(0)
         attention[begin:end] = (sums / seen.clamp(min=LEAST_QUERIES)).max(0).values
@@ -107,7 +112,7 @@ def attention_to_kept(q: Tensor, at: Tensor, k: Tensor, positions: Tensor, shape
     """
     sums = torch.zeros(positions.shape, device=k.device)
     seen = torch.zeros_like(positions)
-    for some, where in zip(torch.split(q, UNIT, 1), torch.split(at, UNIT), strict=True):
+    for some, where in zip(torch.split(q, TOGETHER, 1), torch.split(at, TOGETHER), strict=True):
         behind = where[:, None] - positions[:, None]
         asked = (behind > 0) & (positions >= 0)[:, None]
         if shape.window:
@@ -116,11 +121,6 @@ def attention_to_kept(q: Tensor, at: Tensor, k: Tensor, positions: Tensor, shape
         sums += rows.view(len(k), -1, *rows.shape[1:]).mean(1).masked_fill(~asked, 0).sum(1)
         seen += asked.sum(1)
     return sums / seen.clamp(min=LEAST_QUERIES)
-
-
-def above(attention: Tensor, threshold: float) -> Tensor:
-    """Return which tokens are exact by the threshold of the layer, (n,) bool."""
-    return attention > threshold
 
 
 def most_attended_of_units(attention: Tensor) -> Tensor:
