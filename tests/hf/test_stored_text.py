@@ -13,9 +13,11 @@ from torch import Tensor
 
 import millpond as mp
 from millpond.codec.transform.crc32c import crc32c
+from millpond.codec.transform.exact_tokens import LEAST_QUERIES
 from millpond.codec.transform.fit import SideTransform, fit_side
 from millpond.codec.transform.transform_file import ModelTransform
 from millpond.errors import CacheMismatchError, DataError, OptionError
+from millpond.hf import text_storage
 from millpond.hf.calibration import transform as calibration
 from millpond.hf.calibration.transform import calibrate_transform
 from millpond.hf.document import checksum, read_document, restore_document, save_document
@@ -124,6 +126,31 @@ def test_exact_tokens_by_unit_do_not_change_when_text_follows(tmp_path: Path) ->
         first, second = (t[f"{index}.exact.at"][t[f"{index}.exact.at"] < 256].tolist() for t in (one, two))
         assert first == second
         assert len(first) > 4
+
+
+def test_a_long_text_is_judged_by_few_queries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here 8 at most: every 64th token: what they attend to most, as by all of their attention in torch."""
+    monkeypatch.setattr(text_storage, "MOST_QUERIES", 8)
+    seen: dict[int, Tensor] = {}
+
+    def sample(number: int, q: Tensor, k: Tensor, v: Tensor, mask: Any, shape: Any) -> None:
+        at = torch.arange(63, 400, 64)
+        assert len(at) <= 8
+        weights = (q[0].view(len(k[0]), -1, *q.shape[2:])[:, :, at] @ k[0, :, None].transpose(2, 3) * shape.scale).cpu()
+        behind = at[:, None] - torch.arange(400)
+        weights = weights.masked_fill(behind < 0, -torch.inf).softmax(-1).masked_fill(behind < 1, 0)
+        attention = (weights.mean(1).sum(1) / (behind > 0).sum(0).clamp(min=LEAST_QUERIES)).max(0).values
+        attention[:4] = 0
+        seen[number] = attention[:320].topk(3).indices.sort().values
+
+    store("gqa", tmp_path / "text")
+    with torch.no_grad(), mp.compress(tiny("gqa"), "full") as cache:
+        cache.watch(sample)
+        read_document(tiny("gqa"), cache, TEXT, None)
+    stored = load_file(tmp_path / "text")
+    for index in range(2):
+        at = stored[f"{index}.exact.at"].long()
+        assert at[4:-80].tolist() == seen[index].tolist()
 
 
 def test_a_text_in_chunks_has_the_same_exact_tokens(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from millpond.codec import codecs_of, resolve
 from millpond.codec.transform.coding import encode
 from millpond.codec.transform.exact_tokens import (
     FAR,
+    MOST_QUERIES,
     NEWEST,
     QUERY_STEP,
     SINKS,
@@ -128,7 +129,7 @@ class TextStorage:
         calibration: The model's transform or its file.
         adapt: Whether means, scales and bits are fitted to the text; else they are the calibration's.
         by_unit: Whether three of each 256 tokens are exact by the queries of these, which later tokens do not change;
-            else the 1 % are exact that all sampled queries of the text attend to most. For the method `full` alone.
+            else the 1 % are exact that 64 queries, evenly spread over the text, attend to most. For `full` alone.
 
     Raises:
         OptionError: no such codec, no file, one of fewer bits or without parts for single heads where the method needs
@@ -268,15 +269,17 @@ class TextStorage:
         return mask.cpu()
 
     def _sampled(self, number: int, n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return sampled queries (Hq, m, D) of a layer, and their positions (m,).
+        """Return sampled queries (Hq, m, D) of a layer, and their positions (m,): by unit every 16th, else 64 at most.
 
         Raises:
             CacheMismatchError: they are not those of all tokens.
         """
         if self._seen.get(number, 0) != n_tokens:
             raise CacheMismatchError(f"layer {number}: the storage codec has not seen all queries of this text")
-        queries = torch.cat(self._queries[number], 1).to(device)
-        return queries, torch.arange(queries.shape[1], device=device) * QUERY_STEP + QUERY_STEP - 1
+        queries = torch.cat(self._queries[number], 1)
+        every = 1 if self.by_unit else max(1, -(-queries.shape[1] // MOST_QUERIES))
+        queries = queries[:, every - 1 :: every].to(device)
+        return queries, (torch.arange(queries.shape[1], device=device) + 1) * (QUERY_STEP * every) - 1
 
     def _headers(self, sums: list[tuple[Tensor, Tensor]]) -> list[LayerHeader]:
         layers = self.transform.layers
