@@ -1,7 +1,7 @@
 """A text in the storage codec against reading it: CPU seconds of storing it, by part, and of its first token.
 
 Usage: python benchmarks/performance/stored_document.py MODEL --text FILE [--tokens 4096] [--codec transform:1.5]
-    [--rounds 3] [--threads 1] [--json FILE]
+    [--dtype bf16] [--rounds 3] [--threads 1] [--json FILE]
 
 In each round the text is read with its queries sampled, stored, and restored for one more token; then it is read,
 plain, up to the same token. "exact" is finding the exact tokens and "encode" all between entries and pages; both are
@@ -90,12 +90,13 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--codec", default="transform:1.5")
+    parser.add_argument("--dtype", default="bf16", help="Of the model; f32 is faster on a CPU that has no bf16.")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model, tokenizer = mp.load_model(args.model, "bf16"), mp.load_tokenizer(args.model)
+    model, tokenizer = mp.load_model(args.model, args.dtype), mp.load_tokenizer(args.model)
     ids = tokenizer(args.text.read_text()[: 8 * args.tokens], return_tensors="pt")["input_ids"][:, : args.tokens + 1]
     rounds = []
     with tempfile.TemporaryDirectory() as folder:
