@@ -41,7 +41,7 @@ T = TypeVar("T")
 #: Blocks that are coded, or decoded, in one round.
 ROUND_BLOCKS = 16
 #: Bytes of pages that wait to be coded, and of decoded ones that wait to be written, outside of the pools.
-OUTSIDE_BYTES = 16 << 20
+OUTSIDE_BYTES = 64 << 20
 #: Share of a step's time for copying blocks to be coded, and for writing decoded ones; and its least seconds.
 STEP_SHARE, LEAST_S = 0.03, 0.001
 #: Seconds for copying where no step waits.
