@@ -310,7 +310,7 @@ def measured_rows(
                 found = {**measured, **made}
                 done.add(found)
         except MillpondError as error:
-            reason = str(error)
+            reason = f"skipped: {str(error).partition(' Known: ')[0]}"  # without the names of all methods
         yield row, found, reason
 
 
@@ -318,14 +318,15 @@ def line(row: Published, found: dict[str, Any] | None, reason: str) -> tuple[str
     """A row of the table."""
     published = f"{'?' if row.full is None else row.full} to {row.compressed} (removed {row.removed:.0%})"
     if found is None:
-        return (row.name, f"{row.paper}, arXiv:{row.arxiv}", published, "", "", "", f"skipped: {reason}")
+        return (row.name, f"{row.paper}, arXiv:{row.arxiv}", published, "", "", "", reason)
     full, less, lost = (
         f"{mean} ({low} to {high})" for mean, low, high in map(found.get, ("full", "compressed", "lost"))
     )
     removed = "?" if found["removed"] is None else f"{found['removed']:.0%}"
     measured = f"{full} to {less} (removed {removed})"
     said = verdict(row, found) + (f"; {row.note}" if row.note else "")
-    return (row.name, f"{row.paper}, arXiv:{row.arxiv}", published, measured, lost, str(found["n"]), said)
+    asked = f"{found['n']}, {found['failures']} failed" if found["failures"] else str(found["n"])
+    return (row.name, f"{row.paper}, arXiv:{row.arxiv}", published, measured, lost, asked, said)
 
 
 HEADS = ("row", "paper", "published", "measured (95 %)", "lost (95 %)", "n", "published within the tolerance?")
