@@ -58,7 +58,7 @@ def test_another_task_becomes_a_conversation() -> None:
 
 
 def test_text_and_question_in_one_message_are_the_templates_own() -> None:
-    of = "niah_single:length=300"
+    of = "prose_facts:length=400"
     (plain,) = draw(Spec.parse(of).build(TASKS), word_tokenizer(), seed=3)
     thinks = "{% if enable_thinking is defined and not enable_thinking %}<no thoughts> {% endif %}"
     tokenizer = chat_tokenizer(TEMPLATE.replace("<assistant> {% endif %}", f"<assistant> {thinks}{{% endif %}}"))
