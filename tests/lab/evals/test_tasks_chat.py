@@ -13,7 +13,7 @@ from millpond_lab.evals.data.answer_rules import KINDS, AnswerRule, draw_rules, 
 from millpond_lab.evals.data.chat_form import ChatForm
 from millpond_lab.evals.spec import Spec
 from millpond_lab.evals.task import TASKS
-from tests.helpers.evals.task_help import build, chat_tokenizer, draw, total, word_tokenizer
+from tests.helpers.evals.task_help import TEMPLATE, build, chat_tokenizer, draw, total, word_tokenizer
 
 ASK = " <end> <user> {} <end> <assistant> "
 
@@ -55,6 +55,24 @@ def test_another_task_becomes_a_conversation() -> None:
     task = build("chat", of=of, system="be brief")
     assert draw(task, chat_tokenizer())[0].context.startswith("<system> be brief <end> <user> Read the text")
     assert task.score(sample.questions[0], plain.questions[0].references[0]) == 1.0
+
+
+def test_text_and_question_in_one_message_are_the_templates_own() -> None:
+    of = "prose_facts:length=400"
+    (plain,) = draw(Spec.parse(of).build(TASKS), word_tokenizer(), seed=3)
+    thinks = "{% if enable_thinking is defined and not enable_thinking %}<no thoughts> {% endif %}"
+    tokenizer = chat_tokenizer(TEMPLATE.replace("<assistant> {% endif %}", f"<assistant> {thinks}{{% endif %}}"))
+    (sample,) = draw(build("chat", of=of, messages=1), tokenizer, seed=3)
+    asked, _, lead = plain.questions[0].text.partition("? ")
+    said = [{"role": "user", "content": f"{plain.context}{asked}?"}]
+    whole = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    assert sample.context + sample.questions[0].text == f"{whole}{lead}"
+    assert sample.questions[0].text.endswith(f"<assistant> <no thoughts> {lead}")
+    assert sample.context == f"<user> {plain.context}"
+    with pytest.raises(OptionError, match="writes before it asks"):
+        draw(build("chat", of="stated_facts:length=400", messages=1), tokenizer)
+    with pytest.raises(OptionError, match="messages=3"):
+        build("chat", of=of, messages=3)
 
 
 def test_what_the_assistant_writes_is_its_own_message() -> None:

@@ -14,12 +14,16 @@ from rich.markup import escape
 
 from millpond.cli.console import errors, notes, output
 from millpond.cli.options import CalibrationFile, CodecName, ModelOptions, Threads, expand_groups, optional
+from millpond.errors import unknown
 from millpond_lab.cli.options import Samples, SampleSeed
 
 if TYPE_CHECKING:
     from millpond_lab.evals.decoding.record import Cell, SummaryRow
     from millpond_lab.evals.harness.plan import EvalPlan
     from millpond_lab.evals.harness.run import Progress
+
+#: Of `--format`.
+FORMATS = ("kvpress",)
 
 
 @expand_groups
@@ -48,12 +52,18 @@ def evaluate(
     out: Annotated[Path, typer.Option(help="Folder of the results; an interrupted run continues there.")] = Path(
         "millpond-eval"
     ),
+    format: Annotated[
+        str | None, optional(help="kvpress: folders as its evaluation writes them too, in OUT/kvpress.")
+    ] = None,
     threads: Threads = None,
 ) -> None:
     """Score methods x budgets x codecs on tasks; lists are separated by commas."""
     from millpond_lab.evals.harness.plan import EvalPlan
+    from millpond_lab.evals.report import kvpress_folders
     from millpond_lab.evals.spec import parse_specs, words
 
+    if format is not None and format not in FORMATS:
+        raise unknown("format", format, FORMATS)
     plan = EvalPlan(
         model.model,
         parse_specs(method, "method"),
@@ -67,15 +77,18 @@ def evaluate(
         dtype=model.dtype,
         calibration=calibration,
     )
-    rows = _run(plan, model, out, threads)
+    if format is not None:
+        kvpress_folders.check(plan)
+    rows = _run(plan, model, out, threads, format)
     show_scores(rows, out)
 
 
-def _run(plan: EvalPlan, model: ModelOptions, out: Path, threads: int | None) -> list[SummaryRow]:
+def _run(plan: EvalPlan, model: ModelOptions, out: Path, threads: int | None, format: str | None) -> list[SummaryRow]:
     import torch
 
     from millpond_lab.bench.common.machine import describe_machine
     from millpond_lab.evals.harness.run import run
+    from millpond_lab.evals.report.kvpress_folders import FOLDER, KvpressFolders
 
     torch.set_num_threads(threads or torch.get_num_threads())
     loaded, tokenizer = model.load()
@@ -86,8 +99,9 @@ def _run(plan: EvalPlan, model: ModelOptions, out: Path, threads: int | None) ->
         "hardware": machine.hardware,
         "software": machine.software,
     }
+    writer = None if format is None else KvpressFolders(out / FOLDER, plan.dtype, str(loaded.device))
     with notes(), progress_bars(plan.cells()) as progress:
-        return run(plan, loaded, tokenizer, out, note, progress)
+        return run(plan, loaded, tokenizer, out, note, progress, writer=writer)
 
 
 @contextmanager

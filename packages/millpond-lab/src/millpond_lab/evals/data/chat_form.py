@@ -25,7 +25,8 @@ class ChatForm:
 
     Attributes:
         to_system, to_user: before the first message. system_to_user, user_to_assistant, assistant_to_user: between one
-            message and the next.
+            message and the next. user_to_answer: before the answer that is decoded, where the template can tell that
+            nothing is thought first.
     """
 
     to_system: str
@@ -33,6 +34,7 @@ class ChatForm:
     system_to_user: str
     user_to_assistant: str
     assistant_to_user: str
+    user_to_answer: str
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> ChatForm:
@@ -47,11 +49,14 @@ class ChatForm:
             )
         system, user, assistant, last = _SAID
         talk = [("user", user), ("assistant", assistant), ("user", last)]
-        _, *between = _around(tokenizer, [("system", system), *talk], _SAID)
+        to_system, after_system, after_user, after_assistant, _ = _around(tokenizer, [("system", system), *talk], _SAID)
         return cls(
-            _around(tokenizer, [("system", system), *talk], _SAID)[0],
+            to_system,
             _around(tokenizer, talk, _SAID[1:])[0],
-            *between[:3],
+            after_system,
+            after_user,
+            after_assistant,
+            _around(tokenizer, talk[:1], _SAID[1:2])[1],
         )
 
     def ask(self, text: str) -> str:
@@ -65,7 +70,9 @@ def _around(
     """The template's text before the first message, and after each."""
     try:
         told = [{"role": role, "content": text} for role, text in messages]
-        text = str(tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=True))
+        text = str(
+            tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+        )
     except (TemplateError, ValueError, TypeError) as error:
         raise OptionError(
             f"the model's chat template refuses such a conversation ({error}); name another one"

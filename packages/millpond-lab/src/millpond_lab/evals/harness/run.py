@@ -6,7 +6,7 @@ import hashlib
 import json
 import platform
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,7 +32,8 @@ from millpond_lab.evals.harness.plan import EvalPlan
 from millpond_lab.evals.harness.store import ResumeWarning, RunStore, TaskFacts
 from millpond_lab.evals.harness.summary import markdown, summarise
 from millpond_lab.evals.sample import Sample
-from millpond_lab.evals.task import Task
+from millpond_lab.evals.spec import Spec
+from millpond_lab.evals.task import TASKS, Task
 
 #: Called with the cell, samples done and samples in all.
 Progress = Callable[[Cell, int, int], None]
@@ -46,6 +47,14 @@ class Examines(Protocol):
         ...
 
 
+class Writes(Protocol):
+    """Writes what is finished in another form too."""
+
+    def write(self, store: RunStore, samples: Mapping[str, Sequence[Sample]]) -> None:
+        """Called after each cell, with the samples of every task of the store."""
+        ...
+
+
 def run(
     plan: EvalPlan,
     model: PreTrainedModel,
@@ -54,6 +63,7 @@ def run(
     note: dict[str, Any] | None = None,
     progress: Progress = lambda cell, done, total: None,
     examiner: Callable[[Cell], Examines] | None = None,
+    writer: Writes | None = None,
 ) -> list[SummaryRow]:
     """Examine every cell of `plan` and write the records and the summary into `folder`, continuing where it was left.
 
@@ -61,6 +71,7 @@ def run(
         note: what to write down about this start of the harness: command, machine.
         progress: is called after each batch.
         examiner: makes what examines a cell; None for the plan's own candidates on `model`.
+        writer: writes finished cells of the folder, those of earlier runs included, in a form of its own.
 
     Returns:
         The rows of all finished cells in the folder, those of earlier runs included.
@@ -88,6 +99,10 @@ def run(
         prompts = _prompts(samples[name], tokenizer, plan.built[name], protocol)
         check_fit(name, protocol, prompts, profile.position_limit)
     facts = {name: _facts(plan.built[name], drawn) for name, drawn in samples.items()}
+    if writer is not None:
+        earlier = {name: Spec.parse(name).build(TASKS) for name in store.tasks if name not in samples}
+        samples |= {name: _draw(name, task, tokenizer, plan) for name, task in earlier.items()}
+        facts |= {name: _facts(task, samples[name]) for name, task in earlier.items()}
     store.begin(plan.cells(), facts, {**(note or {}), "batch_size": plan.batch_size, **versions()})
     made: dict[tuple[str, str], list[PromptBatch]] = {}
     rows: dict[Cell, SummaryRow] = {}
@@ -98,6 +113,8 @@ def run(
         own = _examiner(plan, cell, model, tokenizer) if examiner is None else examiner(cell)
         _examine(own, cell, made[cell.task, cell.protocol], store, progress)
         _summarise(store, rows)
+        if writer is not None:
+            writer.write(store, samples)
     _tell_of_unfinished(store)
     return list(rows.values())
 

@@ -105,7 +105,7 @@ class RunStore:
             "cells": [asdict(cell) for cell in self.cells],
             "runs": self.runs,
         }
-        _replace(self.folder / RUN, json.dumps(run, indent=1))
+        replace_text(self.folder / RUN, json.dumps(run, indent=1))
 
     def has(self, cell: str, names: Sequence[tuple[str, int]]) -> bool:
         """Whether all these questions of a cell are answered."""
@@ -131,8 +131,8 @@ class RunStore:
     def write_summary(self, rows: Sequence[SummaryRow], table: str) -> None:
         """Replace the summary. A number that is not defined (all questions failed) is null."""
         data = [_without_nan(asdict(row)) for row in rows]
-        _replace(self.folder / SUMMARY, json.dumps(data, indent=1, allow_nan=False))
-        _replace(self.folder / TABLE, table)
+        replace_text(self.folder / SUMMARY, json.dumps(data, indent=1, allow_nan=False))
+        replace_text(self.folder / TABLE, table)
 
     def _remember(self, record: Record) -> None:
         self.records.setdefault(record.cell, {})[record.sample, record.question] = record
@@ -196,8 +196,8 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that a reader finds the old one or the new one, whole."""
+def replace_text(path: Path, text: str) -> None:
+    """Write a file, ended by a line break, so that a reader finds the old one or the new one, whole."""
     draft = path.with_suffix(path.suffix + ".new")
     draft.write_text(text + "\n", encoding="utf-8")
     os.replace(draft, path)
