@@ -118,12 +118,12 @@ def _named(layers: list[dict[str, Tensor]], others: Mapping[str, Tensor]) -> dic
 def why_not_kept(cache_factory: CacheFactory, codec: ModelCodec) -> str | None:
     """Return why what caches hold has no codes of `KeptCodec`, with the way out; None: it has."""
     policy = cache_factory.policy
+    if (reason := storage_refusal(policy)) is not None:
+        return reason
     if policy.keeps_all:
         return "this method drops nothing; its caches have codes of their own, see `why_no_codes`"
     if cache_factory.reach is not None:
         return "overflow='rolling' gives entries other positions; leave one of the two out"
-    if (reason := storage_refusal(policy)) is not None:
-        return reason
     for number_format in cache_factory.pools.codecs:
         return (
             f"codes are made from plain numbers where a method drops entries, and codec {number_format.name!r} has "

@@ -19,13 +19,14 @@ from millpond.cache.coded.swap import SequenceFacts
 from millpond.cache.coded.tensors import text_of, text_tensors
 from millpond.cache.coded.text import CodedText, LayerEntries
 from millpond.cache.pages.ref_counted_pool import Pool
-from millpond.engine.coded.kept_codec import KeptCodec
+from millpond.engine.coded.kept_codec import KeptCodec, why_not_kept
 from millpond.engine.storage_codec import ModelCodec
 from millpond.errors import CacheMismatchError, DataError, OptionError
 from millpond.hf.document import PREFIX, restore_states, state_tensors
 from millpond.hf.state_layers import States
 from millpond.kernels.args import AttentionShape
 from millpond.kernels.thread_count import alone
+from millpond.policy.codec_refusal import storage_refusal
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import PackedModel
 
@@ -215,6 +216,11 @@ def check_codes(cache_factory: CacheFactory, method: str, codec: ModelCodec, whe
         OptionError: they have none; the message says why, and what has.
     """
     name = f"storage_codec={codec.codec.name!r} with {where}"
+    policy = cache_factory.policy
+    if not policy.keeps_all or storage_refusal(policy) is not None:
+        if (reason := why_not_kept(cache_factory, codec)) is not None:
+            raise OptionError(f"{name} and method {method!r}: {reason}")
+        return
     why = why_no_codes(cache_factory, method)
     if why is None and where != "cache_dir=" and cache_factory.pools.codecs:
         why = "pages of codes stay as they are where they wait"
