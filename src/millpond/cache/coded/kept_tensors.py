@@ -69,7 +69,7 @@ class LayerCodes(NamedTuple):
     """What later codes of a layer go on from.
 
     Attributes:
-        headers: Headers of its parts that have one of their own, by the number of the part.
+        headers: Headers of its parts that have one of their own, by the number of the part, on the CPU.
         exact: (m,) int64 positions of entries among those in pages that are exact in some head, ascending.
     """
 
@@ -180,7 +180,9 @@ class KeptDecoder:
             for part, at, n in zip(parts, exact, counts, strict=True)
         ]
         own_headers = {
-            part.number: header for part, header, own in zip(parts, headers, fitted.tolist(), strict=True) if own
+            part.number: _on(header, torch.device("cpu"))
+            for part, header, own in zip(parts, headers, fitted.tolist(), strict=True)
+            if own
         }
         return layer, LayerCodes(own_headers, torch.unique(torch.cat(chosen)))
 
@@ -251,5 +253,6 @@ def _exact(stored: Mapping[str, Tensor], counts: Sequence[int], width: int, need
 
 
 def _on(header: LayerHeader, device: torch.device) -> LayerHeader:
+    """Return a header on a device."""
     key, value = (SideHeader(*(part.to(device) for part in (side.mean, side.scale, side.bits))) for side in header)
     return LayerHeader(key, value)
