@@ -124,7 +124,9 @@ def test_a_request_names_its_method() -> None:
     second.close()
 
 
-@pytest.mark.parametrize("part", ["pages", "exact.at", "headers", "made", "positions", "fitted"])
+@pytest.mark.parametrize(
+    "part", ["pages", "exact.at", "headers", "made", "positions", "fitted", "scores", "log_masses"]
+)
 def test_damage_leaves_nothing_behind(part: str) -> None:
     engine = engine_of(**EVICTING["snapkv"])
     about, tensors = unpack(exported(engine, asked("moved", prompt(N, 3), NEW))[0])
@@ -134,6 +136,8 @@ def test_damage_leaves_nothing_behind(part: str) -> None:
         tensors[name][20] ^= 4
     elif part == "headers":
         tensors[name] = tensors[name][:-1].clone()
+    elif part in ("scores", "log_masses"):
+        tensors[name] = torch.zeros(3)
     elif part == "made":
         del tensors[name]
     elif part == "positions":

@@ -69,7 +69,10 @@ class KeptSequences(SwappedCodes[Layers, tuple[Layers, KeptCodes]]):
         return sum(tensor.nbytes for layers in held for layer in layers for tensor in layer.values())
 
     def write(self, tables: Sequence[PageTable]) -> Sequence[KeptCodes]:
-        """Write what was decoded to the pages that the tables hold again, see `SwappedCodes`."""
+        """Write what was decoded to the pages that the tables hold again, see `SwappedCodes`.
+
+        Pages that several sequences share hold what the last of them decoded.
+        """
         found = self.decoded()
         for number, (layers, _) in enumerate(found):
             for table, layer in zip(tables, layers, strict=True):

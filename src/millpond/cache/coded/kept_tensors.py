@@ -144,6 +144,10 @@ class KeptDecoder:
         positions, order, lens = self._places(stored, heads, need)
         width, fitted = positions.shape[1], stored[FITTED]
         ordered = positions.gather(1, order)
+        rest = {name: tensor for name, tensor in stored.items() if name not in (FITTED, HEADERS, PAGES, *EXACT)}
+        scores = rest.get("scores", torch.zeros(heads, width))
+        need(scores.shape == (heads, width) and scores.dtype == torch.float32, "each entry has a score")
+        need(is_plain(rest), "it holds nothing that codes do not go with")
         together = bool((ordered == ordered[:1]).all())
         parts = parts_of(self._transform, nth, self._rotations[nth], together)
         need(fitted.dtype == torch.uint8 and fitted.shape == (len(parts),), "it has parts for what its heads hold")
@@ -172,9 +176,7 @@ class KeptDecoder:
                 slots = order[part.heads, :n, None].to(self._device).expand_as(held)
                 side[part.heads].scatter_(1, slots, held)
             begin = end
-        rest = {name: tensor for name, tensor in stored.items() if name not in (FITTED, HEADERS, PAGES, *EXACT)}
-        none = {"scores": torch.zeros(heads, width)}
-        layer = none | rest | {"keys": entries[0], "values": entries[1], "positions": positions.int()}
+        layer = rest | {"scores": scores, "keys": entries[0], "values": entries[1], "positions": positions.int()}
         chosen = [
             ordered[part.heads.start or 0, at[at < n_coded(n)]]
             for part, at, n in zip(parts, exact, counts, strict=True)
