@@ -148,9 +148,9 @@ def test_a_prompt_that_is_being_read_goes_on() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("how", [{"prompt_logprobs": 1}, {"cache": "h2o"}])
-def test_exact_requests_and_other_methods_are_swapped_as_they_are(how: dict[str, Any]) -> None:
-    options = {"cache": CacheOptions(method="h2o", budget="50%")} if "cache" in how else how
+@pytest.mark.parametrize("how", [{"prompt_logprobs": 1}, {"cache": "streaming"}])
+def test_exact_requests_and_methods_without_codes_are_swapped_as_they_are(how: dict[str, Any]) -> None:
+    options = {"cache": CacheOptions(method="streaming", budget="50%")} if "cache" in how else how
     engine = engine_of(preemption="codes")
     engine.add(asked("alone", prompt(N, 3), NEW, **options))
     expected = answer(run(engine)["alone"])
@@ -248,8 +248,8 @@ def test_settings_that_contradict(options: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"method": "h2o", "budget": "50%"}, "'h2o' keeps other tokens in each head"),
-        ({"method": "snapkv", "budget": "50%"}, "'snapkv' keeps other tokens"),
+        ({"method": "h2o", "budget": "50%", "codec": "int8"}, "'h2o'.*codec 'int8' has codes already"),
+        ({"method": "cam", "budget": "50%"}, "'cam'.*merges entries"),
         ({"codec": "int4"}, "'int4' leaves only codes"),
         ({"codec": "int8"}, "pages of codes stay as they are"),
     ],

@@ -11,6 +11,8 @@ from itertools import chain
 import numpy as np
 from torch import Tensor
 
+from millpond.cache.coded.kept_coder import KeptCodes
+from millpond.cache.coded.kept_swap import KeptSequences, KeptSwapCoding
 from millpond.cache.coded.swap import CodedSequences, SwapCoding
 from millpond.cache.coded.text import CodedText
 from millpond.cache.layer.layer_cache import LayerCache
@@ -71,7 +73,7 @@ class BatchCache:
         self._swapped: list[list[SwappedPages]] | None = None
         self._swapped_states: tuple[int, Content] = (0, ())  # of how many sequences
         self._file: SwapFile | None = None  # where the content of what is carried lies; None: in memory
-        self._coded: CodedSequences | None = None  # or the codes of this content
+        self._coded: CodedSequences | KeptSequences | None = None  # or the codes of this content
 
     @property
     def n_seq(self) -> int:
@@ -265,7 +267,7 @@ class BatchCache:
         """Whether what was swapped out is in codes."""
         return self._coded is not None
 
-    def swap_out(self, files: SwapFiles | None = None, coding: SwapCoding | None = None) -> None:
+    def swap_out(self, files: SwapFiles | None = None, coding: SwapCoding | KeptSwapCoding | None = None) -> None:
         """Copy all pages and states to the host's memory, or to a file, and release them.
 
         Args:
@@ -277,7 +279,7 @@ class BatchCache:
         """
         tables, states = self._tables(), self.states
         n_states, of_states = (0, ()) if states is None else (states.n_seq, states.copy_out())
-        self._coded = None if coding is None else CodedSequences.of(tables, coding)
+        self._coded = None if coding is None else coding.of(tables)
         if self._coded is not None:
             content: list[list[Content]] = [[()] * len(parts_of(table)) for table in tables]
         else:
@@ -305,11 +307,11 @@ class BatchCache:
         pages = sum(part.nbytes for part in chain.from_iterable(self._swapped or []))
         return of_states + pages + (0 if self._coded is None else self._coded.nbytes)
 
-    def swap_in(self) -> list[CodedText] | None:
+    def swap_in(self) -> Sequence[CodedText | KeptCodes] | None:
         """Read the pages and states again. Ask `pages_to_swap_in` for room first.
 
         Returns:
-            Codes of each sequence; None: they were not coded.
+            For each sequence what later codes go on from; None: they were not coded.
 
         Raises:
             DataError: the file with them is gone or broken, or codes are; they can only be forgotten.
@@ -322,7 +324,7 @@ class BatchCache:
                 [replace(part, arrays=arrays) for part, arrays in zip(parts, contents, strict=True)]
                 for parts, contents in zip(self._swapped, pages, strict=True)
             ]
-        codes = None
+        codes: Sequence[CodedText | KeptCodes] | None = None
         if self._coded is not None:
             self._coded.decoded()  # so that an error leaves no pages
         tables = self._tables()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from millpond.cache.coded.kept_coder import KeptCodes
 from millpond.cache.coded.text import CodedText
 from millpond.engine.detokenizer import Writer
 from millpond.engine.outputs import Completion, FinishReason, Forgotten, KVStats, TokenLogprob
@@ -47,6 +48,7 @@ class CompletionState:
         shared: Tokens of its prompt that others had read; set by the engine.
         reuse: Tokens from a chunk store or an earlier turn; set by the engine.
         codes: Codes that the beginning of its cache was decoded from; None: there are none. Set by the engine.
+        kept: The same where its method evicts: what later codes go on from; None: there are none. Set by the engine.
         copied: Codes of the last copy of its cache, which the next one goes on from; None: there was none. Set by the
             engine.
     """
@@ -62,6 +64,7 @@ class CompletionState:
         self.shared = 0
         self.reuse = ReuseCounts()
         self.codes: CodedText | None = None
+        self.kept: KeptCodes | None = None
         self.copied: CodedText | None = None
         self._params = params
         self.max_new_tokens = max_new_tokens
@@ -87,17 +90,26 @@ class CompletionState:
         return self.tokens[self._n_fed - 1]
 
     @property
+    def was_coded(self) -> bool:
+        """Whether the beginning of its cache was decoded from codes."""
+        return self.codes is not None or self.kept is not None
+
+    @property
     def replaying(self) -> bool:
         """Whether it has tokens that its cache, which began again, has not read yet."""
         return self._n_fed < len(self.tokens)
 
     def begin_again(self) -> None:
         """Start again with an empty cache, which reads the prompt and then the tokens it has."""
-        self._n_fed, self.shared, self.reuse, self.codes, self.copied = 0, 0, ReuseCounts(), None, None
+        self._n_fed, self.shared, self.reuse = 0, 0, ReuseCounts()
+        self.codes = self.kept = self.copied = None
 
-    def decoded_from(self, codes: CodedText, n_tokens: int) -> None:
+    def decoded_from(self, codes: CodedText | KeptCodes, n_tokens: int) -> None:
         """Record that its cache, with so many tokens of its prompt, was decoded."""
-        self.codes = codes
+        if isinstance(codes, CodedText):
+            self.codes = codes
+        else:
+            self.kept = codes
         self.reuse = self.reuse._replace(decoded_tokens=n_tokens, exact=False)
 
     def replay(self) -> None:

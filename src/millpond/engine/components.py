@@ -349,7 +349,7 @@ def _sequence_codec(
         return None
     where = "preemption='codes'" if config.preemption == "codes" else None if config.cache_dir is None else "cache_dir="
     if where is not None:
-        check_codes(cache_factory, config.choice.method, codec.codec.name, where)
+        check_codes(cache_factory, config.choice.method, codec, where)
     sequence_codec = SequenceCodec(codec, model)
     closing.callback(sequence_codec.close)
     return sequence_codec

@@ -138,7 +138,7 @@ class Engine(MovingRequests):
         None: they do so as they are.
         """
         codec = self._parts.sequence_codec
-        return None if codec is None else codec.mark
+        return None if codec is None else codec.kept.mark  # it names parts of single heads too
 
     @property
     def grammars(self) -> Grammars:

@@ -7,6 +7,8 @@ from collections import Counter
 import numpy as np
 
 from millpond.cache.batch_cache import BatchCache, Pages
+from millpond.cache.coded.kept_coder import KeptFacts
+from millpond.cache.coded.kept_swap import KeptSwapCoding
 from millpond.cache.coded.swap import SequenceFacts, SwapCoding
 from millpond.cache.pages.ref_counted_pool import Pool
 from millpond.cache.tiered.disk_tier import DiskTier
@@ -98,18 +100,28 @@ class Preemptor:
             self._fail(state, error)
         self._counts["preemptions"] += 1
 
-    def _coding(self, state: RequestState, batch_cache: BatchCache) -> SwapCoding | None:
+    def _coding(self, state: RequestState, batch_cache: BatchCache) -> SwapCoding | KeptSwapCoding | None:
         """Return how the cache of a request is coded; None: it is not."""
         if self._codec is None or not batch_cache.n_seq or state.prompt_logprobs is not None:
             return None
-        if state.marks.forget or state.decoded or not has_codes(state.group.cache_factory):
+        if state.marks.forget or state.decoded:
             return None  # tokens from coded blocks of the prefix cache are not coded again
+        cache_factory, scheduled = state.group.cache_factory, state.scheduled
+        evicted = self._codec.kept.has_codes(cache_factory)
+        if evicted and scheduled.num_computed_tokens < scheduled.num_prompt_tokens:
+            return None  # what is kept follows from the whole prompt, as the model made it
+        if not evicted and not has_codes(cache_factory):
+            return None
         exact = exact_positions(state, len(batch_cache.layers))
-        sequences = []
-        for completion, seen in zip(state.unfinished, batch_cache.tracker.seen.tolist(), strict=False):
-            ids = np.concatenate([state.ids_array, np.array(completion.tokens, dtype=np.int64)])[:seen]
-            sequences.append(SequenceFacts(ids, exact, completion.codes))
-        return SwapCoding(self._codec.coder, self._codec.thread, sequences)
+        answers = [
+            (completion, np.concatenate([state.ids_array, np.array(completion.tokens, dtype=np.int64)])[:seen])
+            for completion, seen in zip(state.unfinished, batch_cache.tracker.seen.tolist(), strict=False)
+        ]
+        if evicted:
+            kept = [KeptFacts(ids, exact, completion.kept) for completion, ids in answers]
+            return KeptSwapCoding(self._codec.kept.coder, self._codec.thread, kept)
+        facts = [SequenceFacts(ids, exact, completion.codes) for completion, ids in answers]
+        return SwapCoding(self._codec.coder, self._codec.thread, facts)
 
     def _resume(self, scheduled: SchedulerRequest) -> None:
         state = self._requests[scheduled.key]

@@ -115,7 +115,7 @@ class PromptStart:
         if state.restored:
             self._counts["restored_tokens"] += n_tokens
             for completion in state.completions:
-                decoded = 0 if completion.codes is None else n_tokens
+                decoded = n_tokens if completion.was_coded else 0
                 completion.reuse = ReuseCounts(n_tokens, decoded_tokens=decoded, exact=state.restored_exact)
             record_dropped(state)
             return

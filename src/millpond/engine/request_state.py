@@ -175,7 +175,7 @@ class RequestState:
     @property
     def _was_coded(self) -> bool:
         """Whether its cache, or that of an answer, was decoded from codes."""
-        return any(completion.codes is not None for completion in self.completions)
+        return any(completion.was_coded for completion in self.completions)
 
     @property
     def rolled(self) -> bool:

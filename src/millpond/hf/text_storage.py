@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from millpond.cache.coded.entries import moments, projected
 from millpond.cache.coded.kept import Kept, KeptEncoder
-from millpond.cache.coded.kept_tensors import kept_tensors
+from millpond.cache.coded.kept_tensors import PLAIN, is_plain, kept_tensors
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.serialization import to_tensors
 from millpond.codec import codecs_of, resolve
@@ -44,18 +44,13 @@ from millpond.hf.signals.rotary import ModelRotation
 from millpond.kernels.args import AttentionShape
 from millpond.models.installed import transform_files
 from millpond.policy.codec_refusal import storage_refusal
-from millpond.policy.scores.attention import Recency
 
 #: A transform, or its file.
 TransformSource = ModelTransform | str | os.PathLike[str] | None
 #: Formats of documents whose entries are codes: of a text that is held whole, and of one that is not.
 CODED, KEPT = "millpond-document-coded-1", "millpond-document-coded-kept-1"
-#: What a layer of the method `full` holds; other methods hold more.
-_PLAIN = {"keys", "values", "positions", "scores", "lens", "capacities", "recent", "head_rules", "shape"}
 #: Numbers of a layer that are stored as they are.
 SMALL = ("capacities", "recent", "head_rules", "shape")
-#: First words of the names of what else a layer may hold of a text of which entries were evicted.
-_STATE = {"queries", "moments", "gate"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +151,7 @@ class TextStorage:
             raise OptionError("by_unit judges tokens of whole units of 256, and this cache evicts some: leave it out")
         self.transform = transform_of(model, calibration)
         self.transform.check_bits(self.codec.bits)
-        if _heads_differ(cache) and any(heads > 1 for heads, _, _ in self.transform.model.shapes):
+        if cache.policy.heads_differ and any(heads > 1 for heads, _, _ in self.transform.model.shapes):
             self.transform.digest_of_heads()
         self.adapt, self.by_unit = adapt, by_unit
         self._queries: dict[int, list[Tensor]] = {}
@@ -200,7 +195,7 @@ class TextStorage:
         encoder, layers = KeptEncoder(self.transform, self.codec.bits, rotations, self.adapt), []
         for nth, (number, layer_cache) in enumerate(cache.entry_layers.items()):
             stored = to_tensors(layer_cache)
-            if not {name.partition(".")[0] for name in stored} <= _PLAIN | _STATE:
+            if not is_plain(stored):
                 raise OptionError(f"storage codec {self.codec.name!r}: layer {number} holds more than its entries")
             kept = Kept.of(stored, device)
             self._check_shapes(number, nth, kept.keys, kept.values)
@@ -323,7 +318,7 @@ class _LayerEntries:
         positions, lens = stored["positions"], stored["lens"]
         n = int(lens.max())
         first = int(positions[0, 0]) if n else 0
-        same = set(stored) <= _PLAIN and bool((lens == n).all()) and not bool(stored["scores"].any())
+        same = set(stored) <= PLAIN and bool((lens == n).all()) and not bool(stored["scores"].any())
         if not same or not bool((positions[:, :n] == torch.arange(first, first + n)).all()):
             raise OptionError(
                 f"storage codec {codec!r}: layer {layer_cache.index} holds other tokens in each head, or more than "
@@ -333,12 +328,6 @@ class _LayerEntries:
         keys, values = (stored[name][:, :n].to(device) for name in ("keys", "values"))
         small = {name: stored[name] for name in SMALL}
         return cls(layer_cache.index, first, n, pages * TOKENS, keys, values, layer_cache.attention.shape, small)
-
-
-def _heads_differ(cache: MillpondCache) -> bool:
-    """Whether the heads of a layer may keep other tokens each."""
-    policy = cache.policy
-    return not (policy.keeps_all or policy.shared or isinstance(policy.score, Recency))
 
 
 def _check_plain(cache: MillpondCache, codec: str) -> None:

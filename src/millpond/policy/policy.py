@@ -188,6 +188,11 @@ class Policy:
         return self.score is None
 
     @property
+    def heads_differ(self) -> bool:
+        """Whether the heads of a layer may keep other tokens each."""
+        return not (self.keeps_all or self.shared or isinstance(self.score, Recency))
+
+    @property
     def takes_budget(self) -> bool:
         """Whether a budget limits what is kept, or what is attended to if everything is kept.
 

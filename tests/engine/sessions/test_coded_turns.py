@@ -220,9 +220,15 @@ def test_requests_that_want_exact_prompts_read_them(spans: dict[str, Any], tmp_p
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"method": "h2o", "budget": "50%"}, "'h2o' keeps other tokens in each head"),
+        (
+            {"method": "h2o", "budget": "50%", "codec": "int8"},
+            "'h2o'.*codec 'int8' has codes already; use codec 'auto'",
+        ),
         ({"method": "kvzip", "budget": "50%"}, "kvzip"),
         ({"codec": "int4"}, "'int4' leaves only codes"),
+        ({"method": "cam", "budget": "50%"}, "'cam'.*merges entries"),
+        ({"method": "infllm", "budget": "50%"}, "'infllm'.*means of blocks of keys"),
+        ({"method": "streaming", "budget": "50%"}, "'streaming'.*other positions"),
     ],
 )
 def test_caches_without_codes_are_refused_by_name(options: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ own. A part has pages of 32 entries each in the order of their positions, and th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +25,10 @@ from millpond.codec.transform.transform_file import ModelTransform
 LEAST_FITTED = 128
 #: A header takes at most this share of the bytes of its pages; where it would take more the calibration's is used.
 MOST_HEADER = 0.2
+#: Which of some entries of a part are exact: of its heads, at these places -> (m,) bool.
+_Choose = Callable[[slice, Tensor], Tensor]
+#: A header serves until so many times the entries are in pages that it was fitted to.
+SERVES = 2
 
 
 class Kept(NamedTuple):
@@ -138,6 +142,7 @@ class CodedPart:
 
     Attributes:
         header: Header of its own; None for the calibration's.
+        made: Entries in pages when that was fitted.
         pages: (P, bytes) uint8.
         at: (m,) int64: which of its entries in pages are also stored as they are, in the order of positions.
         keys: (m + rest, heads D) of these and of those behind all pages, after RoPE.
@@ -145,10 +150,23 @@ class CodedPart:
     """
 
     header: LayerHeader | None
+    made: int
     pages: Tensor
     at: Tensor
     keys: Tensor
     values: Tensor
+
+
+class FittedHeader(NamedTuple):
+    """Header of a part, which serves for more entries.
+
+    Attributes:
+        header: The header.
+        made: Entries in pages when it was fitted.
+    """
+
+    header: LayerHeader
+    made: int
 
 
 class KeptEncoder:
@@ -159,16 +177,24 @@ class KeptEncoder:
         bits: Mean bits a number in pages, over all parts.
         rotations: Rotation of each layer's keys; None for one without.
         adapt: Whether headers are fitted to the text; else they are the calibration's.
+        headers: Headers of earlier codes of this text that its entries were decoded from, by number of their part. They
+            serve again, so that the codes of entries that were decoded are the same, and no error is added to theirs.
     """
 
     def __init__(
-        self, transform: ModelTransform, bits: float, rotations: Sequence[RotaryEmbedding | None], adapt: bool
+        self,
+        transform: ModelTransform,
+        bits: float,
+        rotations: Sequence[RotaryEmbedding | None],
+        adapt: bool,
+        headers: Mapping[int, FittedHeader] | None = None,
     ) -> None:
         self._transform, self._bits, self._rotations, self._adapt = transform, bits, rotations, adapt
+        self._known = headers or {}
         self._layers: list[list[_Projected]] = []
 
     def add(self, kept: Kept, attention: Tensor) -> None:
-        """Take the next layer.
+        """Take the next layer; one in 100 entries is exact, by its attention.
 
         Args:
             kept: Its entries.
@@ -177,11 +203,27 @@ class KeptEncoder:
         Raises:
             OptionError: heads hold other tokens each, and the file has no parts for single heads, or for fewer bits.
         """
+        self._add(kept, lambda heads, middle: most_attended(attention[heads].amax(0)[middle]))
+
+    def add_chosen(self, kept: Kept, positions: Tensor) -> None:
+        """Take the next layer, of which tokens at some positions are exact.
+
+        Args:
+            kept: Its entries.
+            positions: (m,) int64; those that it does not hold count for nothing.
+
+        Raises:
+            OptionError: see `add`.
+        """
+        chosen = torch.isin(kept.positions, positions.to(kept.positions.device))
+        self._add(kept, lambda heads, middle: chosen[heads].any(0)[middle])
+
+    def _add(self, kept: Kept, choose: _Choose) -> None:
         if not kept.together:
             self._transform.check_head_bits(self._bits)
         nth = len(self._layers)
         parts = parts_of(self._transform, nth, self._rotations[nth], kept.together)
-        self._layers.append([_Projected.of(part, kept, attention) for part in parts])
+        self._layers.append([_Projected.of(part, kept, choose) for part in parts])
 
     def coded(self, unit: int) -> list[list[CodedPart]]:
         """Return the parts of all layers in codes.
@@ -190,12 +232,21 @@ class KeptEncoder:
             unit: Number of the text, in every page.
         """
         every = [one for layer in self._layers for one in layer]
-        own = [one for one in every if self._adapt and is_fitted(one.part.sides, one.n_coded, self._bits)]
+        serving = {
+            one.part.number: known
+            for one in every
+            if (known := self._known.get(one.part.number)) is not None and one.n_coded <= SERVES * known.made
+        }
+        own = [
+            one
+            for one in every
+            if self._adapt and one.part.number not in serving and is_fitted(one.part.sides, one.n_coded, self._bits)
+        ]
         sums = [moments(side, ~one.exact[: one.n_coded]) for one in own for side in one.z]
         sides, tokens = [one.part.sides for one in own], [one.n_coded for one in own]
         fitted = adapted_headers(sides, sums, self._bits, tokens) if own else []
-        headers = {one.part.number: header for one, header in zip(own, fitted, strict=True)}
-        plain = PlainHeaders(self._transform, self._bits)
+        made = {one.part.number: FittedHeader(header, one.n_coded) for one, header in zip(own, fitted, strict=True)}
+        headers, plain = serving | made, PlainHeaders(self._transform, self._bits)
         return [[one.coded(headers.get(one.part.number), plain, unit) for one in layer] for layer in self._layers]
 
 
@@ -218,34 +269,34 @@ class _Projected:
     z: tuple[Tensor, Tensor]
 
     @classmethod
-    def of(cls, part: Part, kept: Kept, attention: Tensor) -> _Projected:
+    def of(cls, part: Part, kept: Kept, choose: _Choose) -> _Projected:
         n = kept.lens[part.heads][0]
         keys, values = kept.keys[part.heads, :n], kept.values[part.heads, :n]
         positions, end = kept.positions[part.heads, :n][0], n_coded(n)
         z = projected(part.sides, keys[:, :end], values[:, :end], positions[:end], part.rotary)
-        exact = _exact(positions, attention[part.heads, :n].amax(0), end)
+        exact = _exact(positions, part.heads, choose, end)
         return cls(part, joined(keys), joined(values), exact, z)
 
     @property
     def n_coded(self) -> int:
         return len(self.z[0])
 
-    def coded(self, own: LayerHeader | None, plain: PlainHeaders, unit: int) -> CodedPart:
-        header = plain.of(self.part) if own is None else own
+    def coded(self, own: FittedHeader | None, plain: PlainHeaders, unit: int) -> CodedPart:
+        header, made = (plain.of(self.part), 0) if own is None else own
         pages = encode(self.part.sides, header, self.z, PageAddress(unit, self.part.number))
         at = self.exact.nonzero()[:, 0]
         kind = torch.float16 if self.keys.dtype == torch.float16 else torch.bfloat16
         keys, values = (side[at.to(side.device)].to(kind).cpu() for side in (self.keys, self.values))
-        return CodedPart(own, pages, at[at < self.n_coded], keys, values)
+        return CodedPart(header if made else None, made, pages, at[at < self.n_coded], keys, values)
 
 
-def _exact(positions: Tensor, attention: Tensor, end: int) -> Tensor:
+def _exact(positions: Tensor, heads: slice, choose: _Choose, end: int) -> Tensor:
     """Return which entries of a part are stored as they are, (n,) bool on the CPU.
 
-    They are sinks, the most attended, and all from `end` on.
+    They are sinks, those that `choose` takes, and all from `end` on.
     """
     exact = positions < SINKS
     exact[end:] = True
     middle = (~exact).nonzero()[:, 0]
-    exact[middle[most_attended(attention[middle])]] = True
+    exact[middle[choose(heads, middle)]] = True
     return exact.cpu()

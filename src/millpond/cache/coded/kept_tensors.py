@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +20,16 @@ from millpond.errors import DataError
 #: Names of the codes of a layer: which parts have a header of their own, these, pages, and entries as they are.
 FITTED, HEADERS, PAGES = "codes.fitted", "codes.headers", "codes.pages"
 EXACT = ("exact.at", "exact.keys", "exact.values")
+#: What a layer holds besides, and first words of the names of what it may hold of a text some of which was evicted.
+PLAIN = {"keys", "values", "positions", "scores", "lens", "capacities", "recent", "head_rules", "shape"}
+_STATE = {"queries", "moments", "gate"}
 #: Texts up to so long have their positions in 16 bits.
 SHORT = 1 << 15
+
+
+def is_plain(stored: Mapping[str, Tensor]) -> bool:
+    """Return whether a layer holds entries in plain numbers and what this form keeps of their method."""
+    return {name.partition(".")[0] for name in stored} <= PLAIN | _STATE
 
 
 def kept_tensors(stored: Mapping[str, Tensor], parts: Sequence[CodedPart], n_tokens: int) -> dict[str, Tensor]:
@@ -54,6 +63,18 @@ def kept_tensors(stored: Mapping[str, Tensor], parts: Sequence[CodedPart], n_tok
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.uint8)
+
+
+class LayerCodes(NamedTuple):
+    """What later codes of a layer go on from.
+
+    Attributes:
+        headers: Headers of its parts that have one of their own, by the number of the part, on the CPU.
+        exact: (m,) int64 positions of entries among those in pages that are exact in some head, ascending.
+    """
+
+    headers: dict[int, LayerHeader]
+    exact: Tensor
 
 
 class KeptDecoder:
@@ -96,12 +117,24 @@ class KeptDecoder:
             DataError: a tensor is missing, damaged, or does not fit the others; nothing was decoded.
             OptionError: the layer is in parts of single heads, and the transform file has none.
         """
+        return self.layer_with_codes(nth, stored)[0]
+
+    def layer_with_codes(self, nth: int, stored: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], LayerCodes]:
+        """Return a layer as `layer`, and what later codes of it go on from.
+
+        Args:
+            nth: See `layer`.
+            stored: See there.
+
+        Raises:
+            DataError, OptionError: see there.
+        """
         try:
             return self._layer(nth, stored)
         except KeyError as error:
             raise DataError(f"layer {nth}: the file lacks {error.args[0]!r}; save the text again") from None
 
-    def _layer(self, nth: int, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _layer(self, nth: int, stored: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], LayerCodes]:
         def need(right: bool, rule: str) -> None:
             if not right:
                 raise DataError(f"layer {nth}: the file does not fit together ({rule}); save the text again")
@@ -111,6 +144,10 @@ class KeptDecoder:
         positions, order, lens = self._places(stored, heads, need)
         width, fitted = positions.shape[1], stored[FITTED]
         ordered = positions.gather(1, order)
+        rest = {name: tensor for name, tensor in stored.items() if name not in (FITTED, HEADERS, PAGES, *EXACT)}
+        scores = rest.get("scores", torch.zeros(heads, width))
+        need(scores.shape == (heads, width) and scores.dtype == torch.float32, "each entry has a score")
+        need(is_plain(rest), "it holds nothing that codes do not go with")
         together = bool((ordered == ordered[:1]).all())
         parts = parts_of(self._transform, nth, self._rotations[nth], together)
         need(fitted.dtype == torch.uint8 and fitted.shape == (len(parts),), "it has parts for what its heads hold")
@@ -139,9 +176,17 @@ class KeptDecoder:
                 slots = order[part.heads, :n, None].to(self._device).expand_as(held)
                 side[part.heads].scatter_(1, slots, held)
             begin = end
-        rest = {name: tensor for name, tensor in stored.items() if name not in (FITTED, HEADERS, PAGES, *EXACT)}
-        none = {"scores": torch.zeros(heads, width)}
-        return none | rest | {"keys": entries[0], "values": entries[1], "positions": positions.int()}
+        layer = rest | {"scores": scores, "keys": entries[0], "values": entries[1], "positions": positions.int()}
+        chosen = [
+            ordered[part.heads.start or 0, at[at < n_coded(n)]]
+            for part, at, n in zip(parts, exact, counts, strict=True)
+        ]
+        own_headers = {
+            part.number: _on(header, torch.device("cpu"))
+            for part, header, own in zip(parts, headers, fitted.tolist(), strict=True)
+            if own
+        }
+        return layer, LayerCodes(own_headers, torch.unique(torch.cat(chosen)))
 
     def _places(self, stored: Mapping[str, Tensor], heads: int, need: Need) -> tuple[Tensor, Tensor, list[int]]:
         """Return positions of slots, slots by position, (H, W) each, and lengths of the heads."""
@@ -210,5 +255,6 @@ def _exact(stored: Mapping[str, Tensor], counts: Sequence[int], width: int, need
 
 
 def _on(header: LayerHeader, device: torch.device) -> LayerHeader:
+    """Return a header on a device."""
     key, value = (SideHeader(*(part.to(device) for part in (side.mean, side.scale, side.bits))) for side in header)
     return LayerHeader(key, value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from millpond.cache.coded.coder import TextCoder
 from millpond.cache.coded.fill import layer_entries
+from millpond.cache.coded.swapped_codes import SwappedCodes
 from millpond.cache.coded.text import CodedText, LayerEntries
 from millpond.cache.entries.read_write import in_order
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.types import Entries
 from millpond.kernels import ops
 from millpond.kernels.args import EntryRows
-from millpond.kernels.thread_count import alone
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +50,10 @@ class SwapCoding:
     thread: ThreadPoolExecutor
     sequences: Sequence[SequenceFacts]
 
+    def of(self, tables: Sequence[PageTable]) -> CodedSequences | None:
+        """Return the sequences of tables, see `CodedSequences.of`."""
+        return CodedSequences.of(tables, self)
+
 
 @dataclass(frozen=True, slots=True)
 class _Slots:
@@ -66,23 +70,19 @@ class _Slots:
     device: torch.device
 
 
-class CodedSequences:
+class CodedSequences(SwappedCodes[CodedText, list[LayerEntries]]):
     """Sequences of a batch cache as codes.
 
     Args:
         coding: How they are coded.
         slots: For each sequence the slots of its layers.
         entries: For each sequence its layers, on the host, by position; they are freed once they are coded.
-
-    Attributes:
-        nbytes: Bytes on the host now.
     """
 
     def __init__(self, coding: SwapCoding, slots: list[list[_Slots]], entries: list[list[LayerEntries]]) -> None:
         self._coding, self._slots = coding, slots
         self._entries: list[list[LayerEntries]] | None = entries
-        self._coded: Future[list[CodedText]] = coding.thread.submit(alone, self._code)
-        self._decoded: Future[list[list[LayerEntries]]] | None = None
+        super().__init__(coding.thread)
 
     @classmethod
     def of(cls, tables: Sequence[PageTable], coding: SwapCoding) -> CodedSequences | None:
@@ -111,34 +111,8 @@ class CodedSequences:
         entries = self._entries or []
         return sum(layer.keys.nbytes + layer.values.nbytes for layers in entries for layer in layers)
 
-    def prepare(self, *, wait: bool) -> bool:
-        """Begin to decode, if that has not begun, and return whether it is done.
-
-        Args:
-            wait: Wait until it is.
-        """
-        if self._decoded is None:
-            self._decoded = self._coding.thread.submit(alone, self._decode)
-        if wait:
-            self._decoded.exception()
-        return self._decoded.done()
-
-    def decoded(self) -> list[list[LayerEntries]]:
-        """Return the layers of each sequence; waits for them.
-
-        Raises:
-            Exception: they could not be coded or decoded.
-        """
-        self.prepare(wait=True)
-        assert self._decoded is not None, "decoding has begun"
-        return self._decoded.result()
-
     def write(self, tables: Sequence[PageTable]) -> list[CodedText]:
-        """Write what was decoded to the pages that the tables hold again.
-
-        Returns:
-            Codes of each sequence.
-        """
+        """Write what was decoded to the pages that the tables hold again, see `SwappedCodes`."""
         for sequence, layers in enumerate(self.decoded()):
             for table, slots, layer in zip(tables, self._slots[sequence], layers, strict=True):
                 _write(table, sequence, slots, layer)

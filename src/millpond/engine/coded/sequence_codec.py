@@ -19,12 +19,14 @@ from millpond.cache.coded.swap import SequenceFacts
 from millpond.cache.coded.tensors import text_of, text_tensors
 from millpond.cache.coded.text import CodedText, LayerEntries
 from millpond.cache.pages.ref_counted_pool import Pool
+from millpond.engine.coded.kept_codec import KeptCodec, why_not_kept
 from millpond.engine.storage_codec import ModelCodec
 from millpond.errors import CacheMismatchError, DataError, OptionError
 from millpond.hf.document import PREFIX, restore_states, state_tensors
 from millpond.hf.state_layers import States
 from millpond.kernels.args import AttentionShape
 from millpond.kernels.thread_count import alone
+from millpond.policy.codec_refusal import storage_refusal
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import PackedModel
 
@@ -74,6 +76,7 @@ class SequenceCodec:
         coder: Coder of the model.
         name: Name of the codec, such as "transform:1.5".
         mark: Name and digest of the transform, in words: equal where codes can be read.
+        kept: Codes what caches of methods that evict hold.
         thread: Where requests are coded and decoded beside the steps.
     """
 
@@ -81,6 +84,7 @@ class SequenceCodec:
         self.coder = TextCoder(codec.transform, codec.codec.bits, codec.rotations)
         self.name = codec.codec.name
         self.mark = f"{self.name} {self.coder.digest}"
+        self.kept = KeptCodec(codec, model, self.coder.seconds)
         self.thread = ThreadPoolExecutor(1, "millpond-codes")
         self._model = model
 
@@ -192,33 +196,39 @@ class SequenceCodec:
         Raises:
             CacheMismatchError: they were not.
         """
-        if mark != self.mark:
+        if mark not in (self.mark, self.kept.mark):
             raise CacheMismatchError(
                 f"codes were written by {mark[:120]}, and this engine reads those of {self.mark}: give both the same "
                 "storage_codec and the same transform file as calibration"
             )
 
 
-def check_codes(cache_factory: CacheFactory, method: str, codec: str, where: str) -> None:
+def check_codes(cache_factory: CacheFactory, method: str, codec: ModelCodec, where: str) -> None:
     """Check that caches of a method have codes.
 
     Args:
         cache_factory: Factory of the caches.
         method: Name of the method.
-        codec: Name of the storage codec.
+        codec: The storage codec.
         where: The setting that stores them.
 
     Raises:
         OptionError: they have none; the message says why, and what has.
     """
+    name = f"storage_codec={codec.codec.name!r} with {where}"
+    policy = cache_factory.policy
+    if not policy.keeps_all or storage_refusal(policy) is not None:
+        if (reason := why_not_kept(cache_factory, codec)) is not None:
+            raise OptionError(f"{name} and method {method!r}: {reason}")
+        return
     why = why_no_codes(cache_factory, method)
     if why is None and where != "cache_dir=" and cache_factory.pools.codecs:
         why = "pages of codes stay as they are where they wait"
     if why is not None:
         formats = "'auto'" if where != "cache_dir=" else "'auto', 'int8' or 'fp8'"
         raise OptionError(
-            f"storage_codec={codec!r} with {where} codes a token of a sequence in all heads together, and {why}; use "
-            f"method 'full' with codec {formats}, or leave one of the two out"
+            f"{name} codes a token of a sequence in all heads together, and {why}; use method 'full' with codec "
+            f"{formats}, or leave one of the two out"
         )
 
 
@@ -228,7 +238,7 @@ def why_no_codes(cache_factory: CacheFactory, method: str) -> str | None:
     if cache_factory.reach is not None:
         return "overflow='rolling' gives entries other positions"
     if not policy.keeps_all or policy.takes_budget or policy.needs.block_lookup is not None:
-        return f"method {method!r} keeps other tokens in each head, or more than keys and values"
+        return f"method {method!r} drops tokens, or keeps more than keys and values"
     for codec in cache_factory.pools.codecs:
         if codec.name not in CLOSE:
             return f"codec {codec.name!r} leaves only codes of its own, too far from the numbers that the model made"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from millpond.cache.batch_cache import Pages
+from millpond.cache.coded.kept_coder import KeptCodes, KeptFacts
 from millpond.cache.coded.swap import SequenceFacts
 from millpond.cache.coded.text import CodedText
 from millpond.engine.coded.exact import exact_positions
@@ -20,7 +22,7 @@ from millpond.engine.file_loader import LoadOrder
 from millpond.engine.file_loads import FileLoads
 from millpond.engine.forget import drop_restored
 from millpond.engine.request_state import RequestState
-from millpond.engine.sessions.store import SessionStore
+from millpond.engine.sessions.store import Finish, SessionStore
 from millpond.engine.sessions.stored_turn import StoredTurn, TurnPlace
 from millpond.engine.transfer.container import fill_cache, pages_of, sequence_tensors
 from millpond.errors import CacheMismatchError, MillpondError, OptionError, PoolFullError
@@ -49,12 +51,14 @@ class LoadedTurn:
         place: Its name; None where there is none.
         turn: The turn; None where there is none.
         decoded: What it holds, of a turn in codes.
+        kept: What later codes go on from of a turn of a method that evicts; the turn holds entries again.
     """
 
     def __init__(self) -> None:
         self.place: TurnPlace | None = None
         self.turn: StoredTurn | None = None
         self.decoded: DecodedTurn | None = None
+        self.kept: KeptCodes | None = None
         self.on_release: Callable[[], None] | None = None
         self.on_ready: Callable[[], None] | None = None
 
@@ -66,7 +70,7 @@ class LoadedTurn:
 
     def release(self) -> None:
         """Release the turn: the request needs it no longer. A second call does nothing."""
-        self.place = self.turn = self.decoded = None
+        self.place = self.turn = self.decoded = self.kept = None
         if self.on_release is not None:
             self.on_release()
             self.on_release = None
@@ -163,15 +167,15 @@ class _TurnFinder:
                 continue
             if turn.codes is not None:
                 try:
-                    loaded.decoded = self._decoded(turn)
+                    turn = self._decode(turn, loaded)
                 except MillpondError:
                     self._store.refuse(place)
                     continue
             loaded.place, loaded.turn = place, turn
             return
 
-    def _decoded(self, turn: StoredTurn) -> DecodedTurn:
-        """Return what a turn in codes holds.
+    def _decode(self, turn: StoredTurn, loaded: LoadedTurn) -> StoredTurn:
+        """Decode a turn in codes for the holder; return the turn, with entries where its method evicts.
 
         Raises:
             DataError, CacheMismatchError: it is damaged, or of another codec.
@@ -179,7 +183,11 @@ class _TurnFinder:
         if self._codec is None or turn.codes is None:
             raise CacheMismatchError("a turn is in codes, and there is no storage codec")
         self._codec.check_mark(turn.codes)
-        return DecodedTurn(*self._codec.decode(turn.tensors, turn.ids))
+        if turn.codes == self._codec.kept.mark:
+            entries, loaded.kept = self._codec.kept.decode(turn.tensors, turn.ids)
+            return replace(turn, tensors=entries, codes=None)
+        loaded.decoded = DecodedTurn(*self._codec.decode(turn.tensors, turn.ids))
+        return turn
 
 
 class SessionReuse:
@@ -234,6 +242,8 @@ class SessionReuse:
         try:
             if loaded.decoded is None:
                 self._fill(state, turn)
+                for completion in state.completions:
+                    completion.kept = loaded.kept
             else:
                 self._fill_decoded(state, loaded.decoded, turn.ids)
         except PoolFullError:
@@ -258,7 +268,7 @@ class SessionReuse:
             return []
         scopes = [self._scope(cache_factory, forgets) for forgets in ([True, False] if state.marks.forget else [False])]
         if self._codec is not None and not state.marks.forget:
-            scopes.append(self._scope(cache_factory, False, self._codec.mark))
+            scopes.append(self._scope(cache_factory, False, self._mark_of_codes(self._codec, cache_factory)))
         return scopes
 
     def _fill(self, state: RequestState, turn: StoredTurn) -> None:
@@ -332,25 +342,47 @@ class SessionReuse:
     def _keep_codes(self, state: RequestState, completion: CompletionState, ids: np.ndarray) -> bool:
         """Store the cache of an answer in codes, which another thread makes; False: it has none."""
         holder, cache_factory, codec = state.cache(completion.index), state.group.cache_factory, self._codec
-        if holder is None or codec is None or state.marks.forget or not has_codes(cache_factory):
+        if holder is None or codec is None or state.marks.forget:
             return False
-        entries = codec.read(cache_factory, *holder)
-        if entries is None:
+        exact = exact_positions(state, len(codec.coder.transform.layers))
+        finish: Finish
+        if codec.kept.has_codes(cache_factory):
+            kept = codec.kept.read(cache_factory, *holder, later_prompts=True)
+            if kept is None:
+                return False
+            held = kept
+            finish = partial(_finished_kept, codec, KeptFacts(ids, exact, completion.kept))
+        elif has_codes(cache_factory):
+            entries = codec.read(cache_factory, *holder)
+            if entries is None:
+                return False
+            held = entries.tensors()
+            finish = partial(_finished, codec, entries, SequenceFacts(ids, exact, completion.codes))
+        else:
             return False
-        facts = SequenceFacts(ids, exact_positions(state, len(codec.coder.transform.layers)), completion.codes)
-
-        def finish(turn: StoredTurn) -> StoredTurn:
-            return replace(turn, tensors=codec.code(entries, facts)[0], codes=codec.mark)
-
-        turn = StoredTurn(ids, entries.tensors(), exact=False)
-        self.store.put(state.request.cache_salt, self._scope(cache_factory, False, codec.mark), turn, finish)
+        scope = self._scope(cache_factory, False, self._mark_of_codes(codec, cache_factory))
+        self.store.put(state.request.cache_salt, scope, StoredTurn(ids, held, exact=False), finish)
         return True
+
+    @staticmethod
+    def _mark_of_codes(codec: SequenceCodec, cache_factory: CacheFactory) -> str:
+        return codec.mark if cache_factory.policy.keeps_all else codec.kept.mark
 
     def _scope(self, cache_factory: CacheFactory, forgets: bool, codes: str | None = None) -> str:
         own = ["forgets"] if forgets else []
         if codes is None:  # codes go into pages of any size
             own = [str(cache_factory.pool(self._model.layers[0]).slots), *own]
         return self.store.scope(self._mark, cache_factory.described, *own, *([] if codes is None else ["codes", codes]))
+
+
+def _finished(codec: SequenceCodec, entries: SequenceEntries, facts: SequenceFacts, turn: StoredTurn) -> StoredTurn:
+    """Return a turn in codes that holds all tokens."""
+    return replace(turn, tensors=codec.code(entries, facts)[0], codes=codec.mark)
+
+
+def _finished_kept(codec: SequenceCodec, facts: KeptFacts, turn: StoredTurn) -> StoredTurn:
+    """Return a turn of a method that evicts in codes."""
+    return replace(turn, tensors=codec.kept.code(turn.tensors, facts), codes=codec.kept.mark)
 
 
 def why_not(cache_factory: CacheFactory) -> str | None:

@@ -124,7 +124,7 @@ def cache_tensors(batch_cache: BatchCache, *, later_prompts: bool = False) -> di
     tensors = {
         f"{layer_cache.index}.{name}": tensor
         for layer_cache in batch_cache.layers
-        for name, tensor in _dense(to_tensors(layer_cache, later_prompts=later_prompts)).items()
+        for name, tensor in without_free_slots(to_tensors(layer_cache, later_prompts=later_prompts)).items()
     }
     tensors["closed"] = torch.tensor(int(batch_cache.tracker.closed[0]))
     return tensors | (state_tensors(batch_cache.states) if isinstance(batch_cache.states, States) else {})
@@ -218,8 +218,8 @@ def _closed(stored: Mapping[str, Tensor], cache_factory: CacheFactory, n_tokens:
     return closed
 
 
-def _dense(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return entries (heads, width, ...) as (entries, ...), without the free slots."""
+def without_free_slots(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a layer with entries (heads, width, ...) as (entries, ...)."""
     is_entry = _held(tensors["lens"], tensors["positions"].shape[1])
     return {name: tensor[is_entry] if name in ENTRIES else tensor for name, tensor in tensors.items()}
 
@@ -227,7 +227,7 @@ def _dense(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _padded(
     index: int, layer: LayerShape, dtype: torch.dtype, n_heads: int, part: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the tensors that `_dense` was given.
+    """Return the tensors that `without_free_slots` was given.
 
     Raises:
         DataError: entries of another number, shape or type than this layer holds; nothing was allocated.

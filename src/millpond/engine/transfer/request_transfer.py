@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.batch_cache import BatchCache
+from millpond.cache.coded.kept_coder import KeptCodes, KeptFacts
 from millpond.cache.coded.swap import SequenceFacts
 from millpond.cache.coded.text import CodedText
 from millpond.cache.swap import parts_of
@@ -43,10 +44,13 @@ class Arrival:
     Attributes:
         snapshot: What was sent.
         decoded: Its sequences that were sent in codes, each with these.
+        kept: What later codes go on from of its sequences of which entries were evicted; they are entries in the
+            snapshot again.
     """
 
     snapshot: RequestSnapshot
     decoded: Sequence[tuple[SequenceEntries, CodedText]] = field(default=(), repr=False)
+    kept: Sequence[KeptCodes] = field(default=(), repr=False)
 
 
 class RequestTransfer:
@@ -120,22 +124,41 @@ class RequestTransfer:
         cache_factory, codec = state.group.cache_factory, self._codec
         distinct = sequences[:1] if _alike(batch_cache, sequences) else sequences
         exact = state.prompt_logprobs is not None or bool(state.marks.forget) or state.decoded > 0
-        if codec is not None and not exact and has_codes(cache_factory):
-            positions = exact_positions(state, len(batch_cache.layers))
-            to_code: list[Callable[[], dict[str, Tensor]]] = []
-            for sequence, completion in zip(distinct, state.unfinished, strict=False):
-                entries = codec.read(cache_factory, batch_cache, sequence)
-                if entries is None:
-                    break
-                ids = np.concatenate([state.ids_array, np.array(completion.tokens[:-1], dtype=np.int64)])
-                facts = SequenceFacts(ids, positions, completion.codes or completion.copied)
-                to_code.append(partial(_coded, codec, entries, facts, completion))
-            else:
-                snapshot = self._snapshot(state, [{}] * len(to_code), codec.mark)
+        if codec is not None and not exact:
+            to_code = self._to_code(state, codec, batch_cache, distinct)
+            if to_code:
+                mark = codec.mark if cache_factory.policy.keeps_all else codec.kept.mark
+                snapshot = self._snapshot(state, [{}] * len(to_code), mark)
                 snapshot.check_written()
                 return codec.submit(partial(_bytes_in_codes, snapshot, to_code))
         caches = [sequence_tensors(cache_factory, batch_cache, sequence) for sequence in distinct]
         return self._written(self._snapshot(state, caches))
+
+    @staticmethod
+    def _to_code(
+        state: RequestState, codec: SequenceCodec, batch_cache: BatchCache, sequences: Sequence[int]
+    ) -> list[Callable[[], dict[str, Tensor]]]:
+        """Return what codes the sequences of answers; nothing where one has no codes."""
+        cache_factory = state.group.cache_factory
+        evicted = codec.kept.has_codes(cache_factory)
+        if not evicted and not has_codes(cache_factory):
+            return []
+        positions = exact_positions(state, len(batch_cache.layers))
+        to_code: list[Callable[[], dict[str, Tensor]]] = []
+        for sequence, completion in zip(sequences, state.unfinished, strict=False):
+            ids = np.concatenate([state.ids_array, np.array(completion.tokens[:-1], dtype=np.int64)])
+            if evicted:
+                tensors = codec.kept.read(cache_factory, batch_cache, sequence, later_prompts=False)
+                if tensors is None:
+                    return []
+                to_code.append(partial(codec.kept.code, tensors, KeptFacts(ids, positions, completion.kept)))
+                continue
+            entries = codec.read(cache_factory, batch_cache, sequence)
+            if entries is None:
+                return []
+            facts = SequenceFacts(ids, positions, completion.codes or completion.copied)
+            to_code.append(partial(_coded, codec, entries, facts, completion))
+        return to_code
 
     def _snapshot(
         self, state: RequestState, caches: Sequence[Mapping[str, Tensor]], codes: str | None = None
@@ -197,10 +220,12 @@ class RequestTransfer:
             return Arrival(snapshot)
         prompt, unfinished = snapshot.request.prompt, [one for one in snapshot.answers if one.finish_reason is None]
         assert isinstance(prompt, tuple), "it is sent as ids"
-        decoded = []
-        for cache, answer in zip(snapshot.caches, unfinished, strict=False):
-            ids = np.array((*prompt, *answer.tokens[:-1]), dtype=np.int64)
-            decoded.append(self._codec.decode(cache, ids))
+        texts = [np.array((*prompt, *answer.tokens[:-1]), dtype=np.int64) for answer in unfinished]
+        if snapshot.codes == self._codec.kept.mark:
+            kept = [self._codec.kept.decode(*one) for one in zip(snapshot.caches, texts, strict=False)]
+            entries = [tensors for tensors, _ in kept]
+            return Arrival(replace(snapshot, caches=entries, codes=None), kept=[codes for _, codes in kept])
+        decoded = [self._codec.decode(*one) for one in zip(snapshot.caches, texts, strict=False)]
         return Arrival(snapshot, decoded)
 
     def restore(self, arrival: Arrival) -> RequestState:
@@ -352,10 +377,12 @@ class RequestTransfer:
                 ids = (*state.ids, *completion.tokens[:-1])
                 if snapshot.codes is None:
                     self._fill(batch_cache, cache_factory, caches[number], ids, state)
+                    codes: CodedText | KeptCodes | None = arrival.kept[number] if arrival.kept else None
                 else:
                     entries, codes = arrival.decoded[number]
                     self._fill_decoded(batch_cache, cache_factory, entries, ids, state)
-                    for own in unfinished if share_cache else [completion]:
+                for own in unfinished if share_cache else [completion]:
+                    if codes is not None:
                         own.decoded_from(codes, len(state.ids))
             if share_cache:
                 batch_cache.select([0] * len(unfinished))
