@@ -175,6 +175,7 @@ def test_only_the_methods_asked_for_are_drawn(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["plot", str(tmp_path), "--format", "svg", "--method", "full,h2o"])
     assert done.exit_code == 0, done.output
     drawn = (tmp_path / "plots" / "quality-m-aware-7.svg").read_text()
+    assert not re.search(r' (?:d|x|y)="[^"]*\.\d{3}', drawn), "places have two decimals"
     assert "h2o" in drawn
     assert "window" not in drawn
     done = CliRunner().invoke(app, ["plot", str(tmp_path), "--method", "windov"])
