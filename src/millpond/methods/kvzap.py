@@ -1,29 +1,28 @@
-"""KVzap: a small network predicts KVzip+'s score from the hidden state (Jegou, Jeblick, 2026, arXiv:2601.07891)."""
+"""KVzap: a small network predicts KVzip+'s score from the hidden state (2026, arXiv:2601.07891)."""
 
 from __future__ import annotations
 
 import math
 from typing import Annotated, Literal
 
-from millpond.errors import DataError, OptionError
+from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._competition import Compete, competition
+from millpond.methods._networks import named_networks
 from millpond.methods._options import SinksAdded
-from millpond.option_files import FILE, read_file
-from millpond.option_ranges import POSITIONS, SOME_POSITIONS, Range
+from millpond.option_files import FILE
+from millpond.option_ranges import POSITIONS, SHARE, SOME_POSITIONS, Range
 from millpond.policy.head_allocation import AboveThreshold
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.over_hidden import OverHidden
 from millpond.policy.threshold_policy import ThresholdPolicy
-from millpond.policy.trained.file import hidden_networks_of
-from millpond.policy.trained.hidden_networks import HiddenNetworks
 from millpond.policy.trained.kinds import GELU, LINEAR
 
 #: Kinds of networks that this method takes.
 KINDS = (LINEAR, GELU)
-#: Newest entries about which nothing is decided yet.
-WINDOW = 128
+#: Newest entries that always stay: with a threshold (the paper), and as a share of a budget.
+WINDOW, WINDOW_SHARE = 128, 0.1
 
 
 @method("kvzap", paper="arXiv:2601.07891")
@@ -37,7 +36,13 @@ def kvzap(
         "Qwen3 and -9 to -6 for Llama 3.1",
         Range(-math.inf, math.inf),
     ] = "none",
-    window: Annotated[int, "newest positions that always stay", POSITIONS] = WINDOW,
+    window: Annotated[
+        int | float | str,
+        "newest positions that always stay: a count, or without a threshold a share of the budget; auto: 128 with a "
+        "threshold (the paper), a tenth of the budget without",
+        POSITIONS,
+        SHARE,
+    ] = "auto",
     sinks: SinksAdded = 0,
     decode: Annotated[
         Literal["evict", "grow"], "after the prompt: tokens that leave the window are judged too, or the cache grows"
@@ -61,17 +66,17 @@ def kvzap(
 
     Departs from the paper: evicted entries leave memory, in place of a mask over them. Scores are float32, so that a
     threshold has no grain of 1/32 as in 16 bits. A short later turn, such as a question, stays whole. With a budget
-    and decode=evict the decode kernel evicts the lowest score at each step. Networks predict what a model's own
-    training texts need; see `millpond train kvzap` for others.
+    and decode=evict the decode kernel evicts the lowest score at each step.
     """
     evicts = decode == "evict"
-    found = _load(networks)
+    found = named_networks("kvzap", networks, KINDS)
+    grace = 1 if evicts else 0  # an entry gets its score when its step has stored it
     if isinstance(threshold, str):
         if threshold != "none":
             raise OptionError(f"kvzap: threshold={threshold!r} must be a number, or none")
         if every > 1:
             raise OptionError(f"kvzap: every={every} belongs to a threshold; leave it out, or give threshold=-6")
-        protect = Protect(sinks=sinks, recent=window, grace=1 if evicts else 0)
+        protect = Protect(sinks=sinks, recent=_newest(window, WINDOW_SHARE), grace=grace)
         layers, heads = competition("kvzap", compete, protect, prefill="once", decode=decode)
         return Policy(score=OverHidden(KINDS, found), layers=layers, heads=heads, protect=protect, every_step=evicts)
     if compete != "no":
@@ -79,19 +84,26 @@ def kvzap(
             f"kvzap: compete={compete!r} shares out a budget, and threshold={threshold:g} decides without one; leave "
             "one of the two out"
         )
+    newest = _newest(window, WINDOW)
+    if isinstance(newest, float):
+        raise OptionError(f"kvzap: window={window} is a share of a budget, and a threshold has none; name a count")
     return ThresholdPolicy(
         score=OverHidden(KINDS, found, evict=None),
-        protect=Protect(sinks=sinks, recent=window, grace=1 if evicts else 0),
+        protect=Protect(sinks=sinks, recent=newest, grace=grace),
         heads=AboveThreshold(threshold),
         every_step=evicts,
         plan_every=every if evicts else 1,
     )
 
 
-def _load(path: str) -> HiddenNetworks | None:
-    if not path:
-        return None
-    try:
-        return hidden_networks_of(read_file(path), str(path), KINDS)
-    except (OptionError, DataError) as error:
-        raise OptionError(f"kvzap: networks={path!r}: {error}") from None
+def _newest(window: int | float | str, usual: int | float) -> int | float:
+    """Return the newest entries that stay.
+
+    Raises:
+        OptionError: neither a number nor auto.
+    """
+    if isinstance(window, str):
+        if window != "auto":
+            raise OptionError(f"kvzap: window={window!r} must be a count, a share of the budget, or auto")
+        return usual
+    return window
