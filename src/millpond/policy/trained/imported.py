@@ -96,7 +96,9 @@ def _sizes_in(file: Path) -> tuple[int, int, int, int | None]:
 def _fastkvzip(file: Path, shapes: Sequence[tuple[int, int]]) -> list[HiddenNetwork]:
     """Return the gates of a file of torch that holds a list of state dicts, under "module" or alone."""
     try:
-        stored: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        if not zipfile.is_zipfile(file):  # older files are pickles from end to end
+            raise ValueError("it is no zip, as torch.save writes it")
+        stored: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
         told = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise DataError(f"{str(file)!r} cannot be read as weights alone, and nothing else of it is: {told}") from None
@@ -130,9 +132,9 @@ def _gate(file: str, layer: int, state: Mapping[str, Any], shape: tuple[int, int
                 f"{file!r}: {name} of gate {layer} is {tuple(state[name].shape)}, and this model needs {right}: take "
                 "the gates of this model"
             )
-    parts = [state[name].float().contiguous() for name in _GATE_PARTS]
+    wq, bq, wk, q_norm, k_norm, sinks, bias = parts = [state[name].float().contiguous() for name in _GATE_PARTS]
     _check_finite(file, [parts])
-    return SinkGate(*parts[:5], parts[5][:, 0], parts[6][:, 0])
+    return SinkGate(wq, bq, wk, q_norm, k_norm, sinks[:, 0], bias[:, 0])
 
 
 def _check_finite(file: str, layers: Sequence[Sequence[Tensor]]) -> None:

@@ -94,7 +94,7 @@ def shapes_of(model: PreTrainedModel) -> list[tuple[int, int]]:
 
 
 def repeat_labels(q: Tensor, k: Tensor, v: Tensor, outputs: Tensor, hidden: Tensor, shape: AttentionShape) -> Tensor:
-    """log s+_j = max_i max_h log A_hij + log |v_j W_h| - log |h_i| over repeating tokens i and heads h of the group.
+    """Log of s+_j = max_i max_h A_hij |v_j W_h| / |h_i| over repeating tokens i and the heads h of the group.
 
     Args:
         q: (query heads, m, key_dim), of the last m positions, which repeat. k: (KV heads, N, key_dim). After RoPE.
