@@ -32,7 +32,7 @@ def test_labels_are_those_of_the_paper() -> None:
     attention, values = eager_attention_and_values(model, whole)
     inputs = attention_inputs(model, whole)
     found = RepeatReader(model, ASK).read(ids)
-    dim = model.config.hidden_size // model.config.num_attention_heads
+    dim = model.config.head_dim
     group = model.config.num_attention_heads // model.config.num_key_value_heads
     for layer, sample in enumerate(found):
         assert torch.allclose(sample.hidden, inputs[layer][:20], atol=1e-5)
