@@ -90,7 +90,8 @@ def random_networks(
     draw = torch.Generator().manual_seed(seed)
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=draw) / shape[-1] ** 0.5
+        numbers: Tensor = torch.randn(*shape, generator=draw) / shape[-1] ** 0.5
+        return numbers
 
     def layer(inputs: int, n: int) -> HiddenNetwork:
         if kind == "linear":
