@@ -461,6 +461,6 @@ class PrefixCache:
         if salt is not None:
             hashed = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), key=self._secret, digest_size=16).digest()
         policy = cache_factory.policy
-        scorer = policy.entry_scores
+        scorer = policy.entry_scores or policy.hidden_networks
         scores = policy.sums_prompt, None if scorer is None else scorer.digest
         return cache_factory.pools.format, policy.mass_bias, scores, hashed

@@ -13,7 +13,7 @@ from millpond.errors import BudgetError, OptionError
 from millpond.hf.calibration.load import CalibrationSource, calibrated
 from millpond.hf.key_biases import with_key_scales
 from millpond.hf.model_profile import ModelProfile
-from millpond.hf.retaining_heads import gates_finder, heads_finder
+from millpond.hf.retaining_heads import gates_finder, heads_finder, networks_finder
 from millpond.hf.shared_keys import check_shared
 from millpond.hf.signals.output_projection import check_output_projections
 from millpond.hf.tokenizer_source import TokenizerSource
@@ -70,6 +70,7 @@ class CacheSpec:
         """
         policy = policy.with_tokens(TokenizerSource(tokenizer))
         policy = policy.with_heads(heads_finder(model)).with_gates(gates_finder(model))
+        policy = policy.with_networks(networks_finder(model))
         cache_budget = budget_of(method, budget, policy)
         policy = bounded_policy(policy, cache_budget)
         check_shared(profile, policy, method if isinstance(method, str) else "a policy")

@@ -23,6 +23,7 @@ from millpond.hf.fit import FitSource, check_given
 from millpond.hf.fit import chosen as chosen_row
 from millpond.hf.generation import use_generate
 from millpond.hf.key_biases import loses_by_bias, warn_of_bias
+from millpond.hf.layer import give_inputs
 from millpond.hf.model_profile import ModelProfile, entry_dims
 from millpond.hf.model_support import supported, unwrapped
 from millpond.hf.native_layers.decoder_layers import use_native_layers
@@ -200,6 +201,8 @@ class _Maker:
         if policy.gates is not None and policy.gates.adapter is not None:
             passes = cache.passes
             cache.on_close(use_adapter(profile, policy.gates.adapter, lambda: ALL if passes.running else None))
+        if policy.reads_hidden:
+            cache.on_close(give_inputs(profile, cache.layers, cache.passes))
         if self.native_layers:
             cache.on_close(use_native_layers(model))
         if self.attach:

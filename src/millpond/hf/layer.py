@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,10 @@ from millpond.cache.layer.latent_cache import LatentCache
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.layer.shared_entries import SharedEntries
 from millpond.hf.attention import tag
+from millpond.hf.attention_inputs import AttentionInputs
 from millpond.hf.forward_hooks import ForwardHooks
 from millpond.hf.grad_mode import no_autograd
-from millpond.hf.model_profile import LatentShape
+from millpond.hf.model_profile import LatentShape, ModelProfile
 from millpond.kernels.args import AttentionShape
 
 #: Observer of the layers: called with the index of a layer and with q, k, v, mask and shape of each of its passes,
@@ -38,6 +39,7 @@ class MillpondLayer(CacheLayerMixin):
     Attributes:
         index: Number of the layer in the model.
         observer: Function that is called with every pass of the layer; None for none.
+        inputs: What the attention modules read, for a policy that `reads_hidden`; None for others.
     """
 
     is_compileable = False
@@ -62,6 +64,7 @@ class MillpondLayer(CacheLayerMixin):
         self.draft_rollback = draft_rollback
         self.passes = passes
         self.observer: Observer | None = None
+        self.inputs: AttentionInputs | None = None
 
     @property
     def batch_size(self) -> int:
@@ -94,7 +97,8 @@ class MillpondLayer(CacheLayerMixin):
         k, v = self.layer_cache.after_rope(k, v)
         if self.observer is not None and self.layer_cache.probe is None:
             self.observer(self.index, q, k, v, mask, shape)
-        out = self.draft_rollback.attend(self.layer_cache, q, k, v, mask, shape)
+        hidden = None if self.inputs is None else self.inputs.take(self.layer_cache.index)
+        out = self.draft_rollback.attend(self.layer_cache, q, k, v, mask, shape, hidden)
         if not self.draft_rollback.recording:
             self.layer_cache.forget()
         return out
@@ -140,6 +144,22 @@ def make_layer_cache(latent: LatentShape | None) -> Callable[..., LayerCache]:
     if latent is None:
         return LayerCache
     return partial(LatentCache, latent_dim=latent.latent_dim, rope_dim=latent.rope_dim)
+
+
+def give_inputs(profile: ModelProfile, layers: Iterable[object], passes: ForwardHooks) -> Callable[[], None]:
+    """Give the layers of a cache what the attention modules of its passes read.
+
+    Returns:
+        Function that undoes it.
+
+    Raises:
+        UnsupportedModelError: the attention module of a layer was not found.
+    """
+    inputs = AttentionInputs(profile, lambda: passes.running)
+    for layer in layers:
+        if isinstance(layer, MillpondLayer):
+            layer.inputs = inputs
+    return inputs.close
 
 
 class PassLayer(CacheLayerMixin):

@@ -14,11 +14,14 @@ from millpond.hf.calibration.load import model_mark
 from millpond.hf.model_profile import ModelProfile
 from millpond.models.installed import heads_files
 from millpond.option_files import read_file
+from millpond.policy.scores.over_hidden import FindNetworks, OverHidden
 from millpond.policy.scores.trained import FindGates, FindHeads
-from millpond.policy.trained.file import GATE, RETAIN, NetworkKind, about_file, gates_of, heads_of
+from millpond.policy.trained.file import about_file, gates_of, heads_of
+from millpond.policy.trained.hidden_networks import HiddenNetworks
+from millpond.policy.trained.kinds import GATE, RETAIN, NetworkKind
 from millpond.policy.trained.networks import Gates, RetainingHeads
 
-N = TypeVar("N", RetainingHeads, Gates)
+N = TypeVar("N", RetainingHeads, Gates, HiddenNetworks)
 
 #: Networks that come with the package, by their files: read once.
 _bundled_heads: dict[str, RetainingHeads] = {}
@@ -50,6 +53,30 @@ def gates_finder(model: PreTrainedModel) -> FindGates:
         return found
 
     return find
+
+
+def networks_finder(model: PreTrainedModel) -> FindNetworks:
+    """Return a function that finds the networks over hidden states of `model`, as `heads_finder` finds its heads."""
+
+    def find(score: OverHidden) -> HiddenNetworks:
+        kind = next(iter(score.kinds))
+        if score.networks is None:
+            return networks_of_package(model, kind)
+        return _own(model, score.networks, kind.things, kind)
+
+    return find
+
+
+def networks_of_package(model: PreTrainedModel, kind: NetworkKind) -> HiddenNetworks:
+    """Return the networks of `model` over hidden states that come with the package: so far there are none.
+
+    Raises:
+        OptionError: there are none.
+    """
+    raise OptionError(
+        f"{kind.name.partition('-')[0]} needs {kind.things} over hidden states, and none come with the package for "
+        f"this {type(model).__name__}: make a file of them with {kind.command} and give its name ('networks=FILE')"
+    )
 
 
 def heads_of_package(model: PreTrainedModel) -> RetainingHeads:

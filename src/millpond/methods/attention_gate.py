@@ -9,14 +9,11 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from millpond.codec.spec import Codec
 from millpond.errors import DataError, OptionError
 from millpond.kernels.decode_rules import UNBOUNDED
 from millpond.methods import method
 from millpond.option_files import FILE, read_file
 from millpond.option_ranges import POSITIONS, SHARE, SOME_POSITIONS
-from millpond.policy.codec_refusal import WAY_OUT
-from millpond.policy.eviction_plan import EvictionPlan, with_rest
 from millpond.policy.head_allocation import Ada
 from millpond.policy.layer_allocation import EvenLayers
 from millpond.policy.needs import Needs
@@ -24,9 +21,9 @@ from millpond.policy.policy import CHUNK, Policy
 from millpond.policy.prompt_flags import PromptFlags
 from millpond.policy.protect import Protect
 from millpond.policy.scores.trained import FindGates, Gated
+from millpond.policy.threshold_policy import ThresholdPolicy
 from millpond.policy.trained.file import gates_of
 from millpond.policy.trained.networks import SINKS, WINDOW, Gates
-from millpond.policy.view import View
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +69,11 @@ class GatedHeads:
 
 
 @dataclass(frozen=True, slots=True)
-class GatePolicy(Policy):
+class GatePolicy(ThresholdPolicy):
     """Policy that drops entries which a gate did not flag once they are no longer the newest.
 
-    Entries are flagged when they are written. Plans come at the end of a prompt or turn and, with every_step, whenever
-    `plan_every` entries have come in since; with prefill="chunks" behind every `chunk` positions of a prompt too.
+    Entries are flagged when they are written. With prefill="chunks" plans come behind every `chunk` positions of a
+    prompt too.
 
     Attributes:
         hides: The queries of a prompt do not see entries without a flag that are not among their newest.
@@ -90,7 +87,7 @@ class GatePolicy(Policy):
             raise OptionError("a method whose gates say what stays cannot be the score of another method")
         if self.prefill == "chunks" and not self.hides:
             raise OptionError('prefill="chunks" evicts inside a prompt what its queries still see; give hides=True')
-        Policy.__post_init__(self)
+        ThresholdPolicy.__post_init__(self)
 
     @property
     def gates(self) -> Gates | None:
@@ -113,43 +110,10 @@ class GatePolicy(Policy):
     def scores_entries(self) -> bool:
         return True
 
-    @property
-    def needs_budget(self) -> bool:
-        """False: the gates decide how much is kept."""
-        return False
-
-    @property
-    def heads_may_keep_all(self) -> bool:
-        return True
-
     def with_gates(self, find: FindGates) -> GatePolicy:
         assert isinstance(self.score, Gated), "checked when the policy was made"
         gates = find(self.score.gates)
         return replace(self, score=replace(self.score, gates=gates), prefill=_prefill(gates, self.hides))
-
-    def codec_refusal(self, codec: Codec) -> str | None:
-        if codec.tiered:
-            return f"the gates of this method drop entries for good; {WAY_OUT}"
-        return Policy.codec_refusal(self, codec)
-
-    def plan(self, view: View, budget: int, *, between: bool = False) -> EvictionPlan:
-        """Choose the entries to keep, at most `budget` a head on average.
-
-        A short later turn stays whole.
-
-        Raises:
-            BudgetError: what must be protected does not fit.
-            NumericsError: the probabilities are NaN.
-        """
-        short = view.turn if self.protect.keeps_short_turn(view.turn, budget) else 0
-        newest = self.protect.newest(budget)
-        policy = replace(self, protect=replace(self.protect, recent=max(newest, short))) if short > newest else self
-        return Policy.plan(policy, view, budget, between=between)
-
-    def _caps(self, counts: Tensor, view: View, budget: int) -> Tensor:
-        if self.every_step:  # what comes in is counted from here, also where nothing has left
-            return counts
-        return with_rest(counts, budget) if self.makes_room else counts.new_full(counts.shape, UNBOUNDED)
 
 
 def _prefill(gates: Gates | None, hides: bool) -> Literal["once", "chunks"]:

@@ -4,19 +4,15 @@ from typing import Annotated, Literal
 
 from millpond.errors import DataError, OptionError
 from millpond.methods import method
+from millpond.methods._competition import Compete, competition
 from millpond.methods._options import Chunk, ChunkedPrefill, Grow
 from millpond.option_files import FILE, read_file
 from millpond.option_ranges import POSITIONS, SHARE
-from millpond.policy.head_allocation import Ada, Uniform
-from millpond.policy.layer_allocation import AcrossLayers, EvenLayers
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.trained import Retained
 from millpond.policy.trained.file import heads_of
 from millpond.policy.trained.networks import RetainingHeads
-
-#: With decode="evict": steps from one competition of the heads to the next, as `ada` has them.
-ROUND = 8
 
 
 @method("locret", paper="arXiv:2410.01805")
@@ -37,11 +33,7 @@ def locret(
         int | float, "newest entries that stay when a chunk ends: a share of the budget or a count", POSITIONS, SHARE
     ] = 0.25,
     decode: Grow = "grow",
-    compete: Annotated[
-        Literal["no", "layer", "model"],
-        "every KV head has the same budget, or the heads of a layer compete for its budget, or those of all layers for "
-        "the model's: by the attention that the networks expect",
-    ] = "no",
+    compete: Compete = "no",
     positions: Annotated[
         Literal["absolute", "cache_relative"], "keys stay where the text put them, or gaps close (the paper)"
     ] = "absolute",
@@ -64,16 +56,12 @@ def locret(
     place of the last 100 tokens of the prompt, and keys keep their positions (positions="cache_relative" closes gaps).
     The paper evicts in chunks of 1,024 or 3,072 tokens with 2,500 stabilizers, and keeps what is decoded.
     """
-    if compete == "model" and (prefill == "chunks" or decode == "evict"):
-        raise OptionError(
-            f"locret: with prefill={prefill!r} and decode={decode!r} layers cannot compete, which takes one plan at "
-            "the prompt's end; use compete='layer', or prefill='once' with decode='grow' or 'once'"
-        )
+    layers, split = competition("locret", compete, Protect(sinks=sinks), prefill=prefill, decode=decode)
     grace = 1 if decode == "evict" else 0  # an entry gets its score when its step has stored it
     return Policy(
         score=Retained(_load(heads), expecting=compete != "no"),
-        layers=AcrossLayers(Protect(sinks=sinks)) if compete == "model" else EvenLayers(),
-        heads=Uniform() if compete == "no" else Ada(alpha=0.0, every=ROUND if decode == "evict" else 0),
+        layers=layers,
+        heads=split,
         protect=Protect(sinks=sinks, recent=recent, grace=grace),
         prefill=prefill,
         chunk=chunk,

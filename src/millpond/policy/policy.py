@@ -21,9 +21,11 @@ from millpond.policy.merging import Merge, Merged
 from millpond.policy.needs import NOTHING, Needs, TokenSource
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import Recency, Score, decay_of
+from millpond.policy.scores.over_hidden import FindNetworks, over_hidden, with_networks
 from millpond.policy.scores.strided import Strided
 from millpond.policy.scores.trained import FindGates, FindHeads, retained, with_heads
 from millpond.policy.selection import keep_best, rank_by_value
+from millpond.policy.trained.hidden_networks import HiddenNetworks
 from millpond.policy.trained.networks import Gates, RetainingHeads
 from millpond.policy.view import View
 
@@ -232,6 +234,17 @@ class Policy:
         return None if trained is None else trained.heads
 
     @property
+    def hidden_networks(self) -> HiddenNetworks | None:
+        """Networks that score each entry by its token's hidden state; None if there are none."""
+        trained = over_hidden(self.score)
+        return None if trained is None else trained.networks
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether each entry is scored by its token's hidden state, which the layer has to be given."""
+        return over_hidden(self.score) is not None
+
+    @property
     def gates(self) -> Gates | None:
         """Gates that flag each entry to stay or not when it is written; None if there are none."""
         return None
@@ -239,12 +252,12 @@ class Policy:
     @property
     def scores_entries(self) -> bool:
         """Whether each entry is scored when it is written, and keeps that score."""
-        return retained(self.score) is not None
+        return retained(self.score) is not None or self.reads_hidden
 
     @property
     def needs_rotation(self) -> bool:
         """Whether queries or keys are needed as they were before RoPE."""
-        return self.needs_unrotated_queries or self.scores_entries
+        return self.needs_unrotated_queries or (self.scores_entries and not self.reads_hidden)
 
     @property
     def sums_prompt(self) -> bool:
@@ -275,6 +288,11 @@ class Policy:
     @property
     def grows(self) -> bool:
         """Whether the budget of a sequence follows its text while it is decoded (`AnchorPolicy`)."""
+        return False
+
+    @property
+    def plans_below_budget(self) -> bool:
+        """Whether heads may hold less than the budget, which then stays the bound of plans while decoding."""
         return False
 
     @property
@@ -331,18 +349,15 @@ class Policy:
             OptionError: there are none.
             CacheMismatchError: those that it names are another model's.
         """
-        if self.score is None or not self.scores_entries:
-            return self
-        return replace(self, score=with_heads(self.score, find))
+        return self if retained(self.score) is None else replace(self, score=with_heads(self.score, find))
 
     def with_gates(self, find: FindGates) -> Policy:
-        """Return the policy with the gates of a model, or itself if it has none (`GatePolicy`).
-
-        Raises:
-            OptionError: there are none.
-            CacheMismatchError: those that it names are another model's.
-        """
+        """Return the policy with the gates of a model, or itself if it has none (`GatePolicy`), see `with_heads`."""
         return self
+
+    def with_networks(self, find: FindNetworks) -> Policy:
+        """Return the policy with the networks of a model over hidden states, see `with_heads`."""
+        return replace(self, score=with_networks(self.score, find)) if self.reads_hidden else self
 
     def check_budget(self, budget: int) -> None:
         """Check that what must be protected, or stay when a chunk ends, fits into `budget`.

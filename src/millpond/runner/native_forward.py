@@ -258,7 +258,7 @@ class NativeForward:
         natively = isinstance(self._decoder.ops(len(ids)), NativeDense | FixedOrder)
         with torch_on_one_thread() if natively else nullcontext():
             if given is not None:
-                return self._decoder.forward(ids, positions, self._by_rows(split.rows), rows, split.narrow, given)
+                return self._in_layers(ids, positions, split, rows, given)
             return self._forward(ids, positions, split, rows)
 
     def _forward(self, ids: Tensor, positions: Tensor, split: SegmentedAttention, rows: Tensor) -> Tensor:
@@ -266,7 +266,7 @@ class NativeForward:
         fused = layers is not None or (self._graph is not None and len(rows) == len(ids))
         steps = split.steps(self._shapes, changes_basis=layers is None) if fused else None
         if steps is None:
-            return self._decoder.forward(ids, positions, self._by_rows(split.rows), rows, split.narrow)
+            return self._in_layers(ids, positions, split, rows)
         if layers is not None:
             logits, lse = self._decoder.step(ids, positions, layers, steps.regions())
         else:
@@ -274,6 +274,14 @@ class NativeForward:
             logits, lse = self._graph.step(ids, positions, steps.regions(), steps.bases())
         steps.end(lse)
         return logits
+
+    def _in_layers(
+        self, ids: Tensor, positions: Tensor, split: SegmentedAttention, rows: Tensor, given: GivenRows | None = None
+    ) -> Tensor:
+        """Run the layers one after another; arguments are those of `forward`."""
+        give_hidden = split.give_hidden if split.reads_hidden else None
+        attend = self._by_rows(split.rows)
+        return self._decoder.forward(ids, positions, attend, rows, split.narrow, given, give_hidden)
 
     def _move_on(self) -> None:
         """Move the next part of the weights out of the file after enough passes read them there."""

@@ -22,6 +22,7 @@ from millpond.codec.basis import Basis
 from millpond.errors import CacheMismatchError, UnsupportedModelError
 from millpond.hf.adapter import Rows
 from millpond.hf.attention import tag
+from millpond.hf.attention_inputs import AttentionInputs
 from millpond.hf.layer import EmptyLayer, PassLayer
 from millpond.kernels.args import AttentionShape, StepRegions
 from millpond.policy.trained.adapter import Adapter
@@ -84,21 +85,29 @@ class SegmentedAttention:
 
     Attributes:
         segments: Segments that cut all rows of the pass, in order.
+        reads_hidden: Whether a method of theirs scores entries by hidden states, see `give_hidden`.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = segments
+        self.reads_hidden = any(each.policy.reads_hidden for segment in segments for each in segment.layer_caches[:1])
+        self._hidden: dict[int, Tensor] = {}
         self._growth = _growth(segments)
         self._partial = any(segment.partial is not None for segment in segments)
 
+    def give_hidden(self, index: int, hidden: Tensor) -> None:
+        """Hand over what the attention of a layer reads, (T, width), before `rows` or `attend` of that layer."""
+        self._hidden[index] = hidden
+
     def rows(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
         """Return attention (T, Hq, value_dim) of q (T, Hq, D) to k and v (T, H, D)."""
+        hidden = self._hidden.pop(index, None)
         if len(self.segments) == 1:
-            return self._one(0, index, q, k, v, shape)
-        outs = [
-            self._one(n, index, q[s.begin : s.end], k[s.begin : s.end], v[s.begin : s.end], shape)
-            for n, s in enumerate(self.segments)
-        ]
+            return self._one(0, index, q, k, v, shape, hidden)
+        outs = []
+        for n, segment in enumerate(self.segments):
+            own = slice(segment.begin, segment.end)
+            outs.append(self._one(n, index, q[own], k[own], v[own], shape, None if hidden is None else hidden[own]))
         return torch.cat(outs)
 
     def narrow(self, index: int) -> Tensor | None:
@@ -177,7 +186,9 @@ class SegmentedAttention:
                 if layer_cache.shared is not None:
                     layer_cache.shared.clear()
 
-    def _one(self, number: int, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+    def _one(
+        self, number: int, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape, hidden: Tensor | None
+    ) -> Tensor:
         """Return attention (n, Hq, value_dim) of the rows of one segment."""
         segment = self.segments[number]
         layer_cache, batch_cache = segment.layer_caches[index], segment.batch_cache
@@ -187,12 +198,13 @@ class SegmentedAttention:
             else batch_cache.in_memory(layer_cache, self._following(number, index), self._growth)
         ):
             if segment.decoding:
-                return layer_cache.attend_newest(q, k, v, shape)
+                return layer_cache.attend_newest(q, k, v, shape, hidden)
             if segment.partial is not None:
                 q, k, v = (t.transpose(0, 1) for t in (q, k, v))
                 return layer_cache.attend_partial(q, k, v, segment.partial, shape).transpose(0, 1)
             q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-            return layer_cache.attend(q, k, v, None, shape)[0].transpose(0, 1)
+            states = None if hidden is None else hidden[None]
+            return layer_cache.attend(q, k, v, None, shape, states)[0].transpose(0, 1)
 
     def _following(self, number: int, index: int) -> Iterator[LayerCache]:
         """Yield the caches that attend next, up to the same segment of the next layer.
@@ -297,15 +309,19 @@ class _PackedLayer(PassLayer):  # type: ignore[no-untyped-call]
         nth: Its number among those with attention.
         served: Attention of the pass.
         readers: Numbers of the layers that have no keys of their own and read this one's.
+        inputs: What the attention modules read, where a method needs it.
     """
 
-    def __init__(self, index: int, nth: int, served: Served, readers: frozenset[int]) -> None:
+    def __init__(
+        self, index: int, nth: int, served: Served, readers: frozenset[int], inputs: AttentionInputs | None
+    ) -> None:
         super().__init__()
         self.index = index
         self.readers = readers
         self._value_dim = 0
         self._nth = nth
         self._served = served
+        self._inputs = inputs
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self._value_dim = value_states.shape[-1]
@@ -319,6 +335,8 @@ class _PackedLayer(PassLayer):  # type: ignore[no-untyped-call]
         """See `SegmentedAttention.attend`. The mask of the row says nothing: no row is a pad."""
         if q.shape[0] != 1:
             raise CacheMismatchError(f"a packed pass has one row of tokens, and a layer brought {q.shape[0]}")
+        if self._inputs is not None and isinstance(self._served, SegmentedAttention):
+            self._served.give_hidden(self._nth, self._inputs.take(self._nth)[0])
         return self._served.attend(self._nth, q, k, v, shape)
 
 
@@ -329,12 +347,15 @@ class PackedPass(Cache):
         served: Attention of the pass.
         readers: Numbers of the layers with attention -> of those that read their keys.
         depth: Layers of all kinds.
+        inputs: What the attention modules read, where a method needs it.
     """
 
-    def __init__(self, served: Served, readers: Mapping[int, frozenset[int]], depth: int) -> None:
+    def __init__(
+        self, served: Served, readers: Mapping[int, frozenset[int]], depth: int, inputs: AttentionInputs | None = None
+    ) -> None:
         layers: list[Any] = [EmptyLayer() for _ in range(depth)]
         for nth, (number, by) in enumerate(readers.items()):
-            layers[number] = _PackedLayer(number, nth, served, by)
+            layers[number] = _PackedLayer(number, nth, served, by, inputs)
         super().__init__(layers=layers)
         self._served = served
 

@@ -8,7 +8,7 @@ tokens of one prompt.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from millpond.errors import OptionError, UnsupportedModelError, unknown
 from millpond.hf.adapter import acting
 from millpond.hf.attention import begin_pass, check_window, end_pass, switch_attention
+from millpond.hf.attention_inputs import AttentionInputs
 from millpond.hf.grad_mode import no_autograd
 from millpond.hf.model_profile import ModelProfile
 from millpond.hf.model_support import supported, unwrapped
@@ -263,10 +264,13 @@ class PackedModel:
         begin_pass()
         if isinstance(served, SegmentedAttention):
             served.clear_shared()
-        cache = PackedPass(served, self.readers, self._depth)
+        reads_hidden = isinstance(served, SegmentedAttention) and served.reads_hidden
+        inputs = AttentionInputs(ModelProfile.of(self.model)) if reads_hidden else None
+        cache = PackedPass(served, self.readers, self._depth, inputs)
         options: dict[str, Any] = {"logits_to_keep": rows} if self._picks_rows and len(rows) != len(ids) else {}
         tokens = {"input_ids": ids[None]} if given is None else {"inputs_embeds": self._embedded(ids, given)[None]}
-        with nullcontext() if self._streamed is None else self._streamed.in_modules():
+        streamed = nullcontext() if self._streamed is None else self._streamed.in_modules()
+        with streamed, nullcontext() if inputs is None else closing(inputs):
             out = self.model(**tokens, position_ids=positions[None], **cache_argument(cache), use_cache=True, **options)
         end_pass()
         if isinstance(served, SegmentedAttention):

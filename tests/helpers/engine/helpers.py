@@ -27,7 +27,7 @@ KEEP_ALL = ("full", "minference")
 #: plans are made between prompts.
 BY_LAYER = {
     *("attention_gate", "cam", "d2o", "ems", "infllm", "minference", "random_attention", "rkv", "streaming"),
-    *("triattention", "vase"),
+    *("kvzap", "triattention", "vase"),
 }
 
 

@@ -76,6 +76,8 @@ def refusal(policy: Policy) -> str | None:
         return None
     if policy.gates is not None or policy.needs.prompt_flags is not None:
         return "flags entries by gates over the model's hidden states, which an attention backend never sees"
+    if policy.reads_hidden:
+        return "scores entries by the model's hidden states, which an attention backend never sees"
     if policy.scores_entries and policy.entry_scores is None:
         return "needs the file of its networks, options={'heads': FILE}: vLLM's packed weights do not name the model"
     if policy.needs != NOTHING:

@@ -22,7 +22,7 @@ from millpond.kernels.args import AttentionShape
 
 @dataclass(slots=True)
 class _Draft:
-    """State before a layer's draft tokens, and these tokens: q, k, v (B, heads, draft, D)."""
+    """State before a layer's draft tokens, and these tokens: q, k, v (B, heads, draft, D), hidden (B, draft, width)."""
 
     state: LayerSnapshot
     q: Tensor
@@ -30,6 +30,7 @@ class _Draft:
     v: Tensor
     mask: Tensor | None
     shape: AttentionShape
+    hidden: Tensor | None
 
     @property
     def length(self) -> int:
@@ -40,7 +41,9 @@ class _Draft:
         outs = []
         for column in range(n):
             q, k, v = (t[:, :, column : column + 1] for t in (self.q, self.k, self.v))
-            outs.append(layer_cache.attend(q, k, v, _until(self.mask, self.length - column - 1), self.shape))
+            hidden = None if self.hidden is None else self.hidden[:, column : column + 1]
+            mask = _until(self.mask, self.length - column - 1)
+            outs.append(layer_cache.attend(q, k, v, mask, self.shape, hidden))
         return outs
 
 
@@ -65,21 +68,29 @@ class DraftRollback:
     _columns: int = 0
 
     def attend(
-        self, layer_cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape
+        self,
+        layer_cache: LayerCache,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        shape: AttentionShape,
+        hidden: Tensor | None = None,
     ) -> Tensor:
         """Attend as `LayerCache.attend`, and record what `crop` will need."""
         self._discard(layer_cache.index)
         length = q.shape[2]
         draft = min(length - 1, length - 1 if self.draft is None else self.draft)
         if not self.recording or self.truncatable or draft == 0:
-            return layer_cache.attend(q, k, v, mask, shape)
+            return layer_cache.attend(q, k, v, mask, shape, hidden)
         certain = length - draft
         q_now, k_now, v_now = (t[:, :, :certain] for t in (q, k, v))
-        out = layer_cache.attend(q_now, k_now, v_now, _until(mask, draft), shape)
+        hidden_now, hidden = (None, None) if hidden is None else (hidden[:, :certain], hidden[:, certain:])
+        out = layer_cache.attend(q_now, k_now, v_now, _until(mask, draft), shape, hidden_now)
         self._columns = layer_cache.columns
         self._seen = self.tracker.span_after(layer_cache.columns)
         q, k, v = (t[:, :, certain:] for t in (q, k, v))
-        self._drafts[layer_cache.index] = _Draft(layer_cache.fork(), q, k, v, mask, shape)
+        self._drafts[layer_cache.index] = _Draft(layer_cache.fork(), q, k, v, mask, shape, hidden)
         return torch.cat([out, *self._drafts[layer_cache.index].replay(layer_cache, draft)], 2)
 
     def crop(self, layer_caches: list[LayerCache], n: int) -> None:

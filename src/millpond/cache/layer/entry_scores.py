@@ -1,4 +1,4 @@
-"""Scores that new tokens are written with, from queries, keys and values before RoPE."""
+"""Scores that new tokens are written with, from hidden states, or from queries, keys and values before RoPE."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from millpond.cache.state.gate_context import GateContext
 from millpond.cache.state.positions import ForwardSpan
 from millpond.cache.types import PerSequence, RotaryEmbedding
+from millpond.errors import UnsupportedModelError
 from millpond.policy.policy import Policy
 from millpond.policy.trained.networks import Gates, LayerGate, features_of, kept_probability
 
@@ -49,6 +50,30 @@ def new_entry_scores(
     assert heads is not None, "the heads of a model are found before its caches are made"
     scores = [heads.scores(layer, *part.qkv) for part in _unrotated(rotary, q, k, v, span)]
     return scores[0] if len(scores) == 1 else torch.cat(scores, -1)
+
+
+def scores_of_hidden(policy: Policy, layer: int, hidden: Tensor | None, k: Tensor) -> Tensor:
+    """Return the scores that the new tokens of one pass are written with, (S, Hkv, Q) float32.
+
+    Args:
+        policy: Policy that scores entries by networks over hidden states.
+        layer: Index of the layer.
+        hidden: What the attention module read of the tokens (S, Q, width).
+        k: Keys (S, Hkv, Q, key_dim).
+
+    Raises:
+        UnsupportedModelError: nobody handed the hidden states over.
+        CacheMismatchError: the networks are of a model of another shape.
+    """
+    networks = policy.hidden_networks
+    assert networks is not None, "the networks of a model are found before its caches are made"
+    if hidden is None or hidden.shape[:2] != (len(k), k.shape[2]):
+        raise UnsupportedModelError(
+            f"layer {layer}: this method scores entries by the hidden states that attention reads, and this pass hands "
+            "over queries, keys and values alone; use a method that reads these, such as locret"
+        )
+    n_heads, states = k.shape[1], hidden.to(k.device)
+    return torch.cat([networks.scores(layer, part, n_heads) for part in torch.split(states, BLOCK, 1)], -1)
 
 
 def _gate_scores(

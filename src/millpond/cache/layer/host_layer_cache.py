@@ -53,25 +53,29 @@ class HostLayerCache(LayerCache):
         self._link, self.attention.sparse = host_kv.link, host_kv.sparse
         self._is_down = False  # what `attend` gets is on the host already
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape, hidden: Tensor | None = None
+    ) -> Tensor:
         if self._is_down:
-            return super().attend(q, k, v, mask, shape)
+            return super().attend(q, k, v, mask, shape, hidden)
         near = None
         if q.shape[0] == 1 and q.shape[2] > 1 and self._quantized is None and mask is None:
             near = NearPass(self._link, q[0], k[0], v[0], shape)
         self.attention.near = near
         try:
             q, k, v = self._link.down(q, k, v)
-            out = super().attend(q, k, v, mask, self._here(shape))
+            out = super().attend(q, k, v, mask, self._here(shape), hidden)
         finally:
             self.attention.near = None
         return self._link.up(out) if near is None or near.out is None else near.out[None]
 
-    def attend_newest(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+    def attend_newest(
+        self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape, hidden: Tensor | None = None
+    ) -> Tensor:
         self._is_down = True
         try:
             q, k, v = self._link.down(q, k, v)
-            out = super().attend_newest(q, k, v, self._here(shape))
+            out = super().attend_newest(q, k, v, self._here(shape), hidden)
         finally:
             self._is_down = False
         return self._link.up(out)

@@ -232,15 +232,20 @@ class LatentCache(LayerCache):
         """Drop the expanded keys of the last pass, which only a rollback needs."""
         self._offered = self.attention.expansion = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape, hidden: Tensor | None = None
+    ) -> Tensor:
         """Attend as `LayerCache.attend` to latents k and v; the output has the model's size."""
         if self.attention.expansion is not None:
             span = self.tracker.span(self.columns, q.shape[2], q.shape[0], mask, q.device)
             self.attention.expansion.place(span)
-        return super().attend(q, k, v, mask, shape)
+        return super().attend(q, k, v, mask, shape, hidden)
 
-    def attend_newest(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
-        return self.attend(q[:, :, None], k[:, :, None], v[:, :, None], None, shape)[:, :, 0]
+    def attend_newest(
+        self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape, hidden: Tensor | None = None
+    ) -> Tensor:
+        states = None if hidden is None else hidden[:, None]
+        return self.attend(q[:, :, None], k[:, :, None], v[:, :, None], None, shape, states)[:, :, 0]
 
     def reset(self) -> None:
         self.forget()

@@ -12,7 +12,7 @@ from torch import Tensor
 from millpond.cache.attention.paged import PagedAttention
 from millpond.cache.entries import quantize
 from millpond.cache.layer.decode_step import DecodeStep, PendingStep
-from millpond.cache.layer.entry_scores import new_entry_scores
+from millpond.cache.layer.entry_scores import new_entry_scores, scores_of_hidden
 from millpond.cache.layer.layer_storage import LayerStorage
 from millpond.cache.layer.prompt_pages import FindPool, PromptPages
 from millpond.cache.layer.prompt_pass import PartialSpan, PromptPass
@@ -146,7 +146,9 @@ class LayerCache(LayerStorage):
     def forget(self) -> None:
         """Drop state of the last pass that only a rollback of its tokens would need: here nothing."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape, hidden: Tensor | None = None
+    ) -> Tensor:
         """Add new tokens and return their attention over the kept entries and themselves.
 
         Args:
@@ -156,15 +158,16 @@ class LayerCache(LayerStorage):
             mask: Mask (B, >= Q) bool, newest columns last, False for pads, which are never stored; None if there are
                 none.
             shape: Scale, soft cap and window of the layer.
+            hidden: What the attention module read of the tokens (B, Q, width), for a policy that `reads_hidden`.
 
         Returns:
             (B, Hq, Q, value_dim); zero at pads.
 
         Raises:
-            PoolFullError, CacheMismatchError, BudgetError, NumericsError: see `millpond.errors`.
+            PoolFullError, CacheMismatchError, BudgetError, NumericsError, UnsupportedModelError: see `millpond.errors`.
         """
         span = self.tracker.span(self.columns, q.shape[2], q.shape[0], mask, q.device)
-        kind, table, q, k, v, scores = self._open_pass(q, k, v, span, shape)
+        kind, table, q, k, v, scores = self._open_pass(q, k, v, span, shape, hidden)
         if kind == "decode_one":
             out = self._decode_step.one(table, q, k, v, span, self.columns, scores)
         elif kind == "decode_few":
@@ -176,7 +179,9 @@ class LayerCache(LayerStorage):
             out = self._prompt_pass.read(table, q, k, v, span, self.columns, waits=waits, probe=probe, scores=scores)
         return self._close_pass(table, span, out)
 
-    def _open_pass(self, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, shape: AttentionShape) -> OpenPass:
+    def _open_pass(
+        self, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, shape: AttentionShape, hidden: Tensor | None
+    ) -> OpenPass:
         """Prepare a pass: its table, and its tokens as the layer stores them.
 
         A plan that waits for the pass runs before. Other layers that read the entries of this one see them from now on.
@@ -192,8 +197,11 @@ class LayerCache(LayerStorage):
             table = self._table = self._prompt.begin(table, k.dtype)
         scores, basis = None, table.basis
         if self.policy.scores_entries and self.probe is None and (kind != "decode_one" or self.scores_answers):
-            rotary, contexts = self.attention.rotary, self.sequence_state.contexts
-            scores = new_entry_scores(self.policy, self.index, rotary, q, k, v, span, contexts)
+            if self.policy.reads_hidden:
+                scores = scores_of_hidden(self.policy, self.index, hidden, k)
+            else:
+                rotary, contexts = self.attention.rotary, self.sequence_state.contexts
+                scores = new_entry_scores(self.policy, self.index, rotary, q, k, v, span, contexts)
         if basis is not None:
             q, k, v = basis.stored(q, k, v)
         if self.shared is not None:
@@ -248,7 +256,9 @@ class LayerCache(LayerStorage):
         table = self._table = self._prompt.begin(table, k.dtype)
         return self._close_pass(table, span, self._prompt_pass.read_partial(table, q, k, v, span, part))
 
-    def attend_newest(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+    def attend_newest(
+        self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape, hidden: Tensor | None = None
+    ) -> Tensor:
         """Attend as `attend` for one new token of every sequence, none a pad.
 
         Args:
@@ -256,13 +266,15 @@ class LayerCache(LayerStorage):
             k: Keys (S, Hkv, key_dim) after RoPE.
             v: Values (S, Hkv, value_dim).
             shape: Scale, soft cap and window of the layer.
+            hidden: What the attention module read of the tokens (S, width), as for `attend`.
 
         Returns:
             (S, Hq, value_dim).
         """
         table, span = self._table, self.tracker.span(self.columns, 1, q.shape[0], None, q.device)
         if table is None or table.basis is not None or not self._is_prepared or not self._decodes(span):
-            return self.attend(q[:, :, None], k[:, :, None], v[:, :, None], None, shape)[:, :, 0]
+            states = None if hidden is None else hidden[:, None]
+            return self.attend(q[:, :, None], k[:, :, None], v[:, :, None], None, shape, states)[:, :, 0]
         self.attention.shape = shape
         out = self._decode_step.step(table, q, k, v, span.token(0), self.columns, span.q_pos)
         self.columns += 1

@@ -368,7 +368,7 @@ class Planner:
         if not (done or is_settled):
             budget = self.budget(table, sequence, seen) if budget is None else budget
             plan = self._choose(table, sequence, entries, alive, seen, budget, between)
-            if self._policy.gates is not None:
+            if self._policy.plans_below_budget:
                 self._sequence_state.ceilings[sequence] = budget
             self.set_budget(table, sequence, budget, None if plan is None else plan.caps)
         else:

@@ -15,6 +15,9 @@ from millpond.kernels.decoder_ops import DecoderOps, Norm, Projection, Rest
 #: attend(layer, q (N, n_heads, D), k, v (N, n_kv_heads, D)) -> (N, n_heads * D): all strides, heads contiguous.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
+#: give_hidden(layer, hidden (N, width)): what the attention of a layer reads, the normed hidden states.
+GiveHidden = Callable[[int, Tensor], None]
+
 
 @dataclass(frozen=True)
 class Block:
@@ -60,12 +63,15 @@ class Block:
         attend: Attend,
         dense: DecoderOps,
         rows: Tensor | None = None,
+        give_hidden: GiveHidden | None = None,
     ) -> Tensor:
         """Return the rows x (N, width) after the layer; their memory may be written over.
 
         With `rows` (n,) only these are returned, though all take part in attention; rotary is cos and sin, (N, dim)
-        each, or None if positions are not rotated.
+        each, or None if positions are not rotated. `give_hidden` is told what attention reads.
         """
+        if give_hidden is not None:
+            give_hidden(self.index, x.clone() if self.qkv.norm is None else dense.norm(x, self.qkv.norm))
         q, k, v = self._heads(x, rotary, dense)
         seen = attend(self.index, q if self.q_scale == 1 else q * self.q_scale, k, v)
         if rows is not None:

@@ -16,7 +16,7 @@ from millpond.kernels.decoder_ops import DecoderOps, Norm, choose, in_one_call
 from millpond.kernels.linear import FEW_ROWS, linear
 from millpond.kernels.native import Layers
 from millpond.kernels.quantized_weight import QuantizedWeight, Weight
-from millpond.models.lean.block import Attend, Block
+from millpond.models.lean.block import Attend, Block, GiveHidden
 
 #: A linear layer: rows (N, k), weight (n, k) and bias (n,) or None to (N, n).
 Multiply = Callable[[Tensor, Weight, Tensor | None], Tensor]
@@ -127,17 +127,19 @@ class Decoder:
         rows: Tensor,
         narrow: Narrow | None = None,
         given: GivenRows | None = None,
+        give_hidden: GiveHidden | None = None,
     ) -> Tensor:
         """Return logits (n, vocabulary) of the rows `rows` (n,).
 
         The tokens `ids` (N,) are at `positions` (N,) of their texts. The rows ascend, and `narrow` leaves none of them
-        out. `given` has the embeddings of some tokens.
+        out. `given` has the embeddings of some tokens. `give_hidden` is told what the attention of each layer reads.
         """
         x = self.embed(ids, positions, given)
         rotary, dense = self.angles(x, positions), self._ops(x)
         last = len(self.blocks) - 1
         for n, block in enumerate(self.blocks):
-            x = block.forward(x, rotary, attend, dense, rows if n == last and len(rows) < len(x) else None)
+            few = rows if n == last and len(rows) < len(x) else None
+            x = block.forward(x, rotary, attend, dense, few, give_hidden)
             stay = narrow(block.index) if narrow is not None and n < last else None
             if stay is not None:
                 stay = stay.to(x.device)

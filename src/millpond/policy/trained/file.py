@@ -6,10 +6,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -18,7 +18,9 @@ from torch import Tensor
 
 from millpond.errors import DataError
 from millpond.policy.trained.adapter import Adapter, LowRank
-from millpond.policy.trained.networks import ATTENTION, QUANTILE_STEPS, Gates, LayerGate, LayerHeads, RetainingHeads
+from millpond.policy.trained.hidden_networks import HiddenNetworks
+from millpond.policy.trained.kinds import GATE, OVER_HIDDEN, RETAIN, NetworkKind, kind_of_network
+from millpond.policy.trained.networks import ATTENTION, Gates, LayerGate, LayerHeads, RetainingHeads
 
 #: Format of files, and of those of gates with an adapter.
 FORMAT, FORMAT_ADAPTED = "millpond heads 1", "millpond heads 2"
@@ -29,41 +31,16 @@ MAX_HEADER_BYTES = 1 << 24
 #: Numbers of a file are of these types; weights in half the bytes.
 _BYTES = {"F32": 4, "BF16": 2}
 
-#: Shapes of the parts of one layer.
-Shapes = dict[str, list[int]]
 
-
-class NetworkKind(NamedTuple):
-    """Kind of networks: `kind` in their files, name in errors, and names of their parts.
-
-    Attributes:
-        exact: Parts that are stored in float32.
-    """
-
-    name: str
-    things: str
-    parts: tuple[str, ...]
-    exact: tuple[str, ...]
-
-    @property
-    def command(self) -> str:
-        """Command that trains them."""
-        return f"'millpond train {self.name}'"
-
-
-RETAIN = NetworkKind("retain", "heads", LayerHeads.PARTS, ("quantiles",))
-GATE = NetworkKind("gate", "gates", LayerGate.PARTS, ("b2",))
-
-
-def save_heads(heads: RetainingHeads | Gates, path: str | os.PathLike[str]) -> None:
+def save_heads(heads: RetainingHeads | Gates | HiddenNetworks, path: str | os.PathLike[str]) -> None:
     """Write the file of trained networks; a crash while writing leaves an older file whole.
 
-    Weights are in bfloat16, quantiles of heads and the last biases of gates in float32.
+    Weights are in bfloat16, parts that are `NetworkKind.exact` in float32.
 
     Raises:
         DataError: it cannot be written.
     """
-    kind = GATE if isinstance(heads, Gates) else RETAIN
+    kind = _kind_of(heads)
     tensors: dict[str, Tensor] = {}
     for index, layer in enumerate(heads.layers):
         for part in kind.parts:
@@ -88,6 +65,12 @@ def save_heads(heads: RetainingHeads | Gates, path: str | os.PathLike[str]) -> N
         fresh.replace(file)
     except OSError as error:
         raise DataError(f"{os.fspath(path)!r} cannot be written: {error}") from error
+
+
+def _kind_of(networks: RetainingHeads | Gates | HiddenNetworks) -> NetworkKind:
+    if isinstance(networks, HiddenNetworks):
+        return kind_of_network(networks.layers[0])
+    return GATE if isinstance(networks, Gates) else RETAIN
 
 
 def _in_order(content: bytes) -> bytes:
@@ -123,6 +106,25 @@ def gates_of(content: bytes, name: str) -> Gates:
         )
     named = [dict(zip(LayerGate.PARTS, parts, strict=True)) for parts in layers]
     return Gates([LayerGate(**parts, causal=attention == "causal") for parts in named], adapter=adapter, **about)
+
+
+def hidden_networks_of(
+    content: bytes, name: str, kinds: Collection[NetworkKind] = tuple(OVER_HIDDEN)
+) -> HiddenNetworks:
+    """Return the networks over hidden states in the bytes of a file called `name`, of one of some kinds.
+
+    Raises:
+        DataError: torn, foreign, of another kind, or with shapes that do not fit one another.
+    """
+    given = _about(_header(content, name), name)["kind"]
+    kind = next((kind for kind in kinds if kind.name == given), None)
+    if kind is None:
+        raise DataError(
+            f"{name!r} holds networks of the kind {given!r:.60}, and this method takes "
+            f"{' or '.join(repr(one.name) for one in kinds)}: name a file of {next(iter(kinds)).command}"
+        )
+    layers, _, about = _read(content, name, kind)
+    return HiddenNetworks([OVER_HIDDEN[kind](*parts) for parts in layers], **about)
 
 
 def about_file(path: str | os.PathLike[str]) -> Mapping[str, str]:
@@ -229,7 +231,7 @@ def _checked_header(content: bytes, name: str, kind: NetworkKind) -> dict[str, s
         size = 0
         for i in range(n_layers):
             shapes = {part: list(entries[f"{i}.{part}"]["shape"]) for part in kind.parts}
-            if shapes != _fitting(kind, shapes) or min(min(shape) for shape in shapes.values()) < 1:
+            if shapes != kind.fitting(shapes) or min(min(shape) for shape in shapes.values()) < 1:
                 raise ValueError(f"layer {i} has shapes {shapes}")
         for entry in entries.values():
             begin, end = entry["data_offsets"]
@@ -266,17 +268,3 @@ def _check_adapter(entries: Mapping[str, Any], n_layers: int) -> None:
             ranks.add(rank)
     if len(ranks) != 1:
         raise ValueError("an adapter of several ranks")
-
-
-def _fitting(kind: NetworkKind, shapes: Shapes) -> Shapes:
-    """Return the shapes that the parts of one layer must have, given those of the first ones."""
-    width, inputs = shapes["w1"]
-    n_heads = shapes["b2"][0]
-    rest: Shapes = {"w1": [width, inputs], "b1": [width], "w2": [n_heads, width], "b2": [n_heads]}
-    if kind is RETAIN:
-        return rest | {"quantiles": [n_heads, QUANTILE_STEPS + 1]}
-    narrow, taken = shapes["wk"]
-    together = shapes["wq"][0]
-    if inputs != taken + together or together % narrow:
-        raise ValueError(f"{inputs} inputs are not {taken} and those of whole heads of {narrow}")
-    return rest | {"wq": [together, taken], "wk": [narrow, taken], "wv": [narrow, taken]}

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from millpond.errors import OptionError
@@ -16,7 +17,11 @@ from millpond.hf.calibration.load import model_mark
 from millpond.hf.model_profile import ModelProfile, named
 from millpond.methods import METHODS
 from millpond.policy.policy import Policy
+from millpond.policy.scores.over_hidden import OverHidden
 from millpond.policy.token_classes import TokenClasses
+from millpond.policy.trained.gelu_score import NARROWER, GeluScore
+from millpond.policy.trained.hidden_networks import HiddenNetwork, HiddenNetworks
+from millpond.policy.trained.linear_score import LinearScore
 from millpond.policy.trained.networks import (
     QUANTILE_STEPS,
     Gates,
@@ -26,6 +31,10 @@ from millpond.policy.trained.networks import (
     default_shape,
     default_width,
 )
+from millpond.policy.trained.sink_gate import SinkGate
+
+#: Kinds of random networks by those of methods.
+RANDOM_KINDS = {"kvzap-linear": "linear", "kvzap-mlp": "mlp", "fastkvzip": "sink-gate"}
 
 
 def random_heads(
@@ -66,6 +75,35 @@ def random_gates(model: PreTrainedModel, sizes: Sequence[tuple[int, int]] | None
         return LayerGate(wq, wk, wv, w1, torch.zeros(hidden), 2 * w2, torch.zeros(n_gated))
 
     return Gates([layer(*size) for size in sizes], model_mark(model), profile.name)
+
+
+def random_networks(
+    model: PreTrainedModel, kind: str, sizes: Sequence[tuple[int, int]] | None = None, seed: int = 0
+) -> HiddenNetworks:
+    """Networks over hidden states of a model: linear, mlp or sink-gate.
+
+    sizes: of each layer, the numbers of a hidden state and the KV heads; None: as the configuration says.
+    """
+    profile = ModelProfile.of(model)
+    hidden = int(profile.config.hidden_size)
+    sizes = sizes or [(hidden, n_scored) for _, n_scored in _shapes(profile, None)[0]]
+    draw = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int) -> Tensor:
+        numbers: Tensor = torch.randn(*shape, generator=draw) / shape[-1] ** 0.5
+        return numbers
+
+    def layer(inputs: int, n: int) -> HiddenNetwork:
+        if kind == "linear":
+            return LinearScore(drawn(n, inputs), torch.zeros(n))
+        if kind == "mlp":
+            middle = max(1, inputs // NARROWER)
+            return GeluScore(2 * drawn(middle, inputs), torch.zeros(middle), 2 * drawn(n, middle), torch.zeros(n))
+        group, width, n_sinks = max(1, profile.n_heads // n), 16, 16
+        large = drawn(n * group * width, inputs), torch.zeros(n * group * width), drawn(n * width, inputs)
+        return SinkGate(*large, torch.ones(width), torch.ones(width), drawn(n, n_sinks, width), torch.zeros(n, group))
+
+    return HiddenNetworks([layer(*size) for size in sizes], model_mark(model), profile.name)
 
 
 def _shapes(profile: ModelProfile, sizes: Sequence[tuple[int, int]] | None) -> tuple[Sequence[tuple[int, int]], int]:
@@ -146,7 +184,11 @@ class MethodCandidate:
             self.given = "gates are random"
             return random_gates(model)
 
-        self.policy = self.policy.with_heads(heads).with_gates(gates)
+        def networks(score: OverHidden) -> HiddenNetworks:
+            self.given = "networks are random"
+            return random_networks(model, RANDOM_KINDS[next(iter(score.kinds)).name])
+
+        self.policy = self.policy.with_heads(heads).with_gates(gates).with_networks(networks)
 
     @property
     def kind(self) -> tuple[str, float | None]:

@@ -9,7 +9,7 @@ import typer
 
 from millpond.cli.options import DeviceName, Threads, optional
 from millpond.errors import OptionError
-from millpond_lab.cli.train import calibrate_gate, duo, gate, heavy_hitters, pager, retain
+from millpond_lab.cli.train import calibrate_gate, duo, gate, heavy_hitters, import_networks, kvzap, pager, retain
 
 app = typer.Typer(no_args_is_help=True, help="Train the models that come with the package, and heads for any model.")
 
@@ -98,3 +98,5 @@ app.command("pager")(pager.pager)
 app.command("gate")(gate.gate)
 app.command("calibrate-gate")(calibrate_gate.calibrate_gate)
 app.command("duo")(duo.duo)
+app.command("kvzap")(kvzap.kvzap)
+app.command("import")(import_networks.import_networks)

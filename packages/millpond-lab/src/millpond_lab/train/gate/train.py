@@ -22,7 +22,8 @@ from millpond.hf.adapter import ALL, acting
 from millpond.hf.calibration.load import model_mark
 from millpond.hf.model_profile import ModelProfile
 from millpond.policy.trained.adapter import Adapter
-from millpond.policy.trained.file import GATE, save_heads
+from millpond.policy.trained.file import save_heads
+from millpond.policy.trained.kinds import GATE
 from millpond.policy.trained.networks import (
     ACTS,
     ATTENTION,

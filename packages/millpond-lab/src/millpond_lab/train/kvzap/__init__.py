@@ -1,0 +1,1 @@
+"""Training of networks over hidden states on a frozen model (KVzap)."""
