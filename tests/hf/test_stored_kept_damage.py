@@ -100,7 +100,7 @@ HOSTILE = {
     "fewer exact": (cut("0.exact.keys", 9), "has keys and values"),
     "a part missing": (missing, "lacks 'codes.headers'"),
     "no lengths": (lambda tensors: tensors.pop("0.lens"), "lacks 'lens'"),
-    "scores of others": (cut("0.scores", 1), "scores are"),
+    "scores of others": (cut("0.scores", 1), "each entry has a score"),
 }
 
 

@@ -56,7 +56,10 @@ def gates_finder(model: PreTrainedModel) -> FindGates:
 
 
 def networks_finder(model: PreTrainedModel) -> FindNetworks:
-    """Return a function that finds the networks over hidden states of `model`, as `heads_finder` finds its heads."""
+    """Return a function that finds networks of `model` over hidden states.
+
+    It is as `heads_finder`, which finds its heads.
+    """
 
     def find(score: OverHidden) -> HiddenNetworks:
         kind = next(iter(score.kinds))
@@ -68,7 +71,7 @@ def networks_finder(model: PreTrainedModel) -> FindNetworks:
 
 
 def networks_of_package(model: PreTrainedModel, kind: NetworkKind) -> HiddenNetworks:
-    """Return the networks of `model` over hidden states that come with the package: so far there are none.
+    """Return the networks of `model` over hidden states that come along: so far none.
 
     Raises:
         OptionError: there are none.

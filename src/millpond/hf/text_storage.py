@@ -264,7 +264,9 @@ class TextStorage:
         return mask.cpu()
 
     def _sampled(self, number: int, n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return sampled queries (Hq, m, D) of a layer, and their positions (m,): by unit every 16th, else 64 at most.
+        """Return sampled queries (Hq, m, D) of a layer, and their positions (m,).
+
+        By unit it is every 16th; else 64 of these at most, evenly spread.
 
         Raises:
             CacheMismatchError: they are not those of all tokens.

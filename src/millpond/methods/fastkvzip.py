@@ -25,7 +25,7 @@ def fastkvzip(
     chunk: Chunk = 256,
     decode: Grow = "grow",
 ) -> Policy:
-    """Keep the entries whose token attends to itself rather than to learned sinks, by a gate of each layer.
+    """Keep the entries whose token attends to itself rather than to learned sinks.
 
     p = mean over the group of 1 / (1 + sum_m exp(q . sink_m / sqrt(d) - z)), z = q . k / sqrt(d) + b, with
     q = RMSNorm(Wq h + bq) of each query head and k = RMSNorm(Wk h) of its KV head, of d = 16 numbers, over what the

@@ -52,7 +52,7 @@ def kvzap(
     ] = 1,
     compete: Compete = "no",
 ) -> Policy:
-    """Keep the entries whose hidden state promises that a repetition of the text would read them.
+    """Keep the entries that, by their hidden state, a repetition of the text would read.
 
     s = W h + b, or s = W2 GELU(W1 h + b1) + b2, for each layer, one number per KV head, where h is what the attention
     module reads of the token: its normed hidden state. The network was trained to predict log s+_j,

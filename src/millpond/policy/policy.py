@@ -241,7 +241,7 @@ class Policy:
 
     @property
     def reads_hidden(self) -> bool:
-        """Whether each entry is scored by its token's hidden state, which the layer has to be given."""
+        """Whether each entry is scored by its token's hidden state, given to the layer."""
         return over_hidden(self.score) is not None
 
     @property
@@ -292,7 +292,7 @@ class Policy:
 
     @property
     def plans_below_budget(self) -> bool:
-        """Whether heads may hold less than the budget, which then stays the bound of plans while decoding."""
+        """Whether heads may hold less than a budget that bounds plans while decoding."""
         return False
 
     @property
@@ -352,7 +352,7 @@ class Policy:
         return self if retained(self.score) is None else replace(self, score=with_heads(self.score, find))
 
     def with_gates(self, find: FindGates) -> Policy:
-        """Return the policy with the gates of a model, or itself if it has none (`GatePolicy`), see `with_heads`."""
+        """Return the policy with the gates of a model (`GatePolicy`), see `with_heads`."""
         return self
 
     def with_networks(self, find: FindNetworks) -> Policy:

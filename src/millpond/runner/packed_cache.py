@@ -96,7 +96,7 @@ class SegmentedAttention:
         self._partial = any(segment.partial is not None for segment in segments)
 
     def give_hidden(self, index: int, hidden: Tensor) -> None:
-        """Hand over what the attention of a layer reads, (T, width), before `rows` or `attend` of that layer."""
+        """Hand over what a layer's attention reads, (T, width), before `rows` or `attend`."""
         self._hidden[index] = hidden
 
     def rows(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:

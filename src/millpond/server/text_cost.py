@@ -79,7 +79,10 @@ def _seconds_by_square(run: str, behind: str, encode: Callable[[str], object], s
 
 
 def _growth(encode: Callable[[str], object], smaller: str, larger: str, seconds: float) -> tuple[float, float]:
-    """Return the seconds of the larger of two texts, which took `seconds` once, and how many times the smaller's."""
+    """Return the seconds of the larger of two texts, and how many times the smaller's.
+
+    The larger one took `seconds` once.
+    """
     fewer = math.inf
     for _ in range(TRIES):
         fewer = min(fewer, _seconds(encode, smaller))

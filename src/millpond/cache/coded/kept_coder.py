@@ -23,7 +23,7 @@ MADE = "codes.made"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptCodes:
-    """What later codes of a sequence go on from that was decoded.
+    """State of decoded codes that later codes of the sequence go on from.
 
     Attributes:
         headers: Headers by the number of their part.
@@ -95,7 +95,9 @@ class KeptCoder:
     def decode(
         self, layers: Sequence[Mapping[str, Tensor]], ids: np.ndarray, dtype: torch.dtype, device: torch.device
     ) -> tuple[list[dict[str, Tensor]], KeptCodes]:
-        """Return layers as `millpond.cache.serialization.from_tensors` reads them, and what later codes go on from.
+        """Return decoded layers, and what later codes of them go on from.
+
+        Layers are as `millpond.cache.serialization.from_tensors` reads them.
 
         Args:
             layers: Layers from `code`.

@@ -34,7 +34,10 @@ class KeptSwapCoding:
     sequences: Sequence[KeptFacts]
 
     def of(self, tables: Sequence[PageTable]) -> KeptSequences | None:
-        """Return the sequences of tables, one per layer, which stay there; None: they have no codes."""
+        """Return the sequences of tables, one per layer; they stay there.
+
+        None: they have no codes.
+        """
         sequences: list[Layers] = [[] for _ in self.sequences]
         for table in tables:
             if table.quantized is not None:

@@ -28,7 +28,7 @@ SHORT = 1 << 15
 
 
 def is_plain(stored: Mapping[str, Tensor]) -> bool:
-    """Return whether a layer holds entries in plain numbers and what this form keeps of their method."""
+    """Return whether a layer holds plain numbers and what this form keeps."""
     return {name.partition(".")[0] for name in stored} <= PLAIN | _STATE
 
 
@@ -66,7 +66,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 class LayerCodes(NamedTuple):
-    """What later codes of a layer go on from.
+    """State that later codes of a layer go on from.
 
     Attributes:
         headers: Headers of its parts that have one of their own, by the number of the part, on the CPU.

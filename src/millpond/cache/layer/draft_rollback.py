@@ -22,7 +22,10 @@ from millpond.kernels.args import AttentionShape
 
 @dataclass(slots=True)
 class _Draft:
-    """State before a layer's draft tokens, and these tokens: q, k, v (B, heads, draft, D), hidden (B, draft, width)."""
+    """State before a layer's draft tokens, and these tokens.
+
+    They are q, k, v (B, heads, draft, D) and hidden (B, draft, width).
+    """
 
     state: LayerSnapshot
     q: Tensor

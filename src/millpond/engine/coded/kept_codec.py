@@ -88,7 +88,9 @@ class KeptCodec:
         return _named(self.coder.code(self._layers(tensors), facts), tensors)
 
     def decode(self, tensors: Mapping[str, Tensor], ids: np.ndarray) -> tuple[dict[str, Tensor], KeptCodes]:
-        """Return a sequence as `fill_cache` of a container takes it, and what later codes of it go on from.
+        """Return a decoded sequence, and what later codes of it go on from.
+
+        It is as `fill_cache` of a container takes it.
 
         Args:
             tensors: Tensors from `code`.
@@ -110,7 +112,7 @@ class KeptCodec:
 
 
 def _named(layers: list[dict[str, Tensor]], others: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of layers with their prefix, and those of `others` that are of no layer."""
+    """Return the tensors of layers by name, and those of `others` of no layer."""
     named = {f"{index}.{name}": tensor for index, layer in enumerate(layers) for name, tensor in layer.items()}
     return named | {name: tensor for name, tensor in others.items() if not name.partition(".")[0].isdigit()}
 

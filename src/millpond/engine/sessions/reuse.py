@@ -175,7 +175,9 @@ class _TurnFinder:
             return
 
     def _decode(self, turn: StoredTurn, loaded: LoadedTurn) -> StoredTurn:
-        """Decode a turn in codes for the holder; return the turn, with entries where its method evicts.
+        """Decode a turn in codes for the holder, and return the turn.
+
+        It has entries where its method evicts.
 
         Raises:
             DataError, CacheMismatchError: it is damaged, or of another codec.

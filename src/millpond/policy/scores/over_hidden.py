@@ -17,7 +17,7 @@ from millpond.policy.view import View
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OverHidden:
-    """s_j = the score of entry j when it was written, by a network over its token's hidden state.
+    """s_j = the score of entry j when it was written, by its token's hidden state.
 
     Attributes:
         kinds: Kinds of networks that the method takes.

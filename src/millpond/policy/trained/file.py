@@ -111,7 +111,7 @@ def gates_of(content: bytes, name: str) -> Gates:
 def hidden_networks_of(
     content: bytes, name: str, kinds: Collection[NetworkKind] = tuple(OVER_HIDDEN)
 ) -> HiddenNetworks:
-    """Return the networks over hidden states in the bytes of a file called `name`, of one of some kinds.
+    """Return the networks over hidden states in a file, of one of some kinds.
 
     Raises:
         DataError: torn, foreign, of another kind, or with shapes that do not fit one another.

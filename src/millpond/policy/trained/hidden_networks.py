@@ -29,7 +29,7 @@ class HiddenNetwork(LayerNetwork, Protocol):
 
 
 class HiddenNetworks(TrainedNetworks[HiddenNetwork]):
-    """Networks of a model, all of one kind; facts: data, steps, seed, or from where they were imported."""
+    """Networks of a model, all of one kind, and facts about how they were made."""
 
     __slots__ = ()
 

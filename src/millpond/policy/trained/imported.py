@@ -46,7 +46,7 @@ def imported(path: Path, shapes: Sequence[tuple[int, int]]) -> list[HiddenNetwor
 
 
 def _kvzap(folder: Path, shapes: Sequence[tuple[int, int]]) -> list[HiddenNetwork]:
-    """Return the networks of a folder with config.json (model_type "kvzap") and model.safetensors."""
+    """Return the networks of a folder with config.json and model.safetensors."""
     inputs, outputs, n, middle = _sizes_in(folder / "config.json")
     if len(shapes) != n or any(shape != (inputs, outputs) for shape in shapes):
         raise CacheMismatchError(
@@ -94,7 +94,7 @@ def _sizes_in(file: Path) -> tuple[int, int, int, int | None]:
 
 
 def _fastkvzip(file: Path, shapes: Sequence[tuple[int, int]]) -> list[HiddenNetwork]:
-    """Return the gates of a file of torch that holds a list of state dicts, under "module" or alone."""
+    """Return the gates of a file of torch: state dicts, under "module" or alone."""
     try:
         if not zipfile.is_zipfile(file):  # older files are pickles from end to end
             raise ValueError("it is no zip, as torch.save writes it")

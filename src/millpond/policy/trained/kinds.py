@@ -21,7 +21,7 @@ class NetworkKind(NamedTuple):
     Attributes:
         fitting: Returns the shapes that the parts of one layer must have, given those of the first ones.
         exact: Parts that are stored in float32.
-        made_by: What follows `millpond train` in the command that makes them; empty: the name.
+        made_by: Words behind `millpond train` in the command that makes them. Without any it is the name.
     """
 
     name: str

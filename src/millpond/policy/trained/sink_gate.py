@@ -17,7 +17,9 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SinkGate:
-    """Gate p = mean over the group of 1 / (1 + sum_m exp(q . sink_m / sqrt(d) - z)), z = q . k / sqrt(d) + b.
+    """Gate in which a token attends to itself against learned sinks.
+
+    p = mean over the group of 1 / (1 + sum_m exp(q . sink_m / sqrt(d) - z)), z = q . k / sqrt(d) + b.
 
     q = RMSNorm(Wq h + bq) of each query head, k = RMSNorm(Wk h) of its KV head, of a small width d. Unlike in the
     authors' training script, b enters once, as in their inference.
