@@ -5,7 +5,7 @@ All rules of a window read the 64 tokens behind it as one batch of transformers'
 
 * `all`: the 1 % that all queries of the text attend to most.
 * `unit`: three of each 256 tokens, by every 16th query of these from 32 tokens on.
-* `few`: the 1 % that 64 queries attend to most, evenly spread over the text (documents).
+* `some`: the 1 % that every 16th query attends to most, 256 at most (documents); `few`: every 64th, 64 at most.
 * `half`: the same, but for the second half of the text, where none is exact: as if it were an answer.
 * `threshold`: above the file's threshold, by every 16th query of the 256 tokens.
 * `block`: above the threshold, by the queries of blocks of 32 tokens.
@@ -31,7 +31,6 @@ from millpond.cache.coded.entries import decoded, projected
 from millpond.codec.transform.coding import encode
 from millpond.codec.transform.exact_tokens import (
     FAR,
-    MOST_QUERIES,
     NEWEST,
     QUERY_STEP,
     SINKS,
@@ -54,13 +53,13 @@ def rules(q: Tensor, k: Tensor, shape: AttentionShape, threshold: float) -> dict
     """Which of the tokens are exact, (n,) bool, in a layer with queries (Hq, n, D) and keys (Hkv, n, D)."""
     n, every = k.shape[1], torch.arange(k.shape[1])
     some = torch.arange(QUERY_STEP - 1, n, QUERY_STEP)
-    every_nth = -(-len(some) // MOST_QUERIES)
-    few = some[every_nth - 1 :: every_nth]
+    few = some[3::4][:64]
     coded = (every >= SINKS) & (every < n - NEWEST)
     of_unit = attention_per_query(q[:, some], some, k, shape, least=FAR) * coded
     found = {
         "all": most_attended(attention_per_query(q, every, k, shape, n) * coded),
         "unit": most_attended_of_units(of_unit),
+        "some": most_attended(attention_per_query(q[:, some], some, k, shape, n) * coded),
         "few": most_attended(attention_per_query(q[:, few], few, k, shape, n) * coded),
         "half": most_attended_of_units(of_unit) & (every < n // 2),
         "threshold": attention_per_query(q[:, some], some, k, shape) > threshold,

@@ -124,7 +124,7 @@ class TextStorage:
         calibration: The model's transform or its file.
         adapt: Whether means, scales and bits are fitted to the text; else they are the calibration's.
         by_unit: Whether three of each 256 tokens are exact by the queries of these, which later tokens do not change;
-            else the 1 % are exact that 64 queries, evenly spread over the text, attend to most. For `full` alone.
+            else the 1 % are exact that 256 queries, spread evenly over the text, attend to most. For `full` alone.
 
     Raises:
         OptionError: no such codec, no file, one of fewer bits or without parts for single heads where the method needs
@@ -266,7 +266,7 @@ class TextStorage:
     def _sampled(self, number: int, n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return sampled queries (Hq, m, D) of a layer, and their positions (m,).
 
-        By unit it is every 16th; else 64 of these at most, evenly spread.
+        By unit it is every 16th; else 256 of these at most, evenly spread.
 
         Raises:
             CacheMismatchError: they are not those of all tokens.

@@ -11,8 +11,8 @@ from millpond.kernels.args import AttentionShape
 SINKS, NEWEST = 4, 64
 #: Of the queries, every so many is asked.
 QUERY_STEP = 16
-#: Queries that judge a whole text at most: so many, evenly spread, find what all of them find.
-MOST_QUERIES = 64
+#: Queries that judge a whole text at most, evenly spread; a quarter of these costs half of the KL again.
+MOST_QUERIES = 256
 #: Tokens of a unit: a token is judged by the queries of its own unit.
 UNIT = 256
 #: Exact tokens of a unit, and how far behind a token queries are that judge it: nearer ones look at what is near.
