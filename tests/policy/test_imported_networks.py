@@ -157,6 +157,9 @@ def test_no_code_of_a_file_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (lambda s: s[1].update({"k_base": torch.zeros(2, 4, 5)}), CacheMismatchError, "k_base of gate 1"),
         (lambda s: s[0].update({"q_proj.bias": torch.zeros(29)}), CacheMismatchError, "q_proj.bias of gate 0"),
         (lambda s: s[0]["b"].fill_(torch.nan), DataError, "not finite"),
+        (lambda s: s[0].update({"b": torch.tensor(1.0)}), DataError, "gate 0 has a part"),
+        (lambda s: s[0].update({"k_base": torch.tensor(1.0)}), DataError, "gate 0 has a part"),
+        (lambda s: s[1].update({"q_norm.weight": torch.zeros(0)}), DataError, "gate 1 has a part"),
         (lambda s: s.append("x"), DataError, "no list of state dicts"),
     ],
 )

@@ -271,18 +271,12 @@ class Policy:
 
     @property
     def plans_each_step(self) -> bool:
-        """Whether decoding steps end with a plan: no kernel rule then scores, or merges.
-
-        No rule of the decode kernel then continues the score, or merges.
-        """
+        """Whether decoding steps end with a plan: no kernel rule then scores, or merges."""
         return self.score is not None and self.every_step and (self.score.evict is None or self.merge is not None)
 
     @property
     def needs_all_layers(self) -> bool:
-        """Whether no entry can leave before all layers have read the prompt, to share the budget.
-
-        The budgets of the layers then depend on it.
-        """
+        """Whether no entry can leave before all layers have read the prompt, to share the budget."""
         return isinstance(self.layers, PromptLayers)
 
     @property

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -180,13 +180,24 @@ class WrappedScore:
         return self.base.signal
 
 
+def innermost(score: object) -> object:
+    """Return the score that `score` is or builds on."""
+    while isinstance(score, WrappedScore):
+        score = score.base
+    return score
+
+
+def with_innermost(score: Any, new: Any) -> Any:
+    """Return `score` over another innermost score."""
+    return replace(score, base=with_innermost(score.base, new)) if isinstance(score, WrappedScore) else new
+
+
 def decay_of(score: object) -> float:
     """Return the factor on all recorded attention at each new token.
 
     It is that of the innermost score; 1 where none forgets.
     """
-    while isinstance(score, WrappedScore):
-        score = score.base
+    score = innermost(score)
     return score.decay if isinstance(score, AccumulatedAttention) else 1.0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from millpond.kernels.decode_rules import Evict, Signal
-from millpond.policy.scores.attention import Queries, WrappedScore
+from millpond.policy.scores.attention import Queries, innermost, with_innermost
 from millpond.policy.trained.hidden_networks import HiddenNetworks
 from millpond.policy.trained.kinds import NetworkKind
 from millpond.policy.view import View
@@ -43,13 +43,11 @@ FindNetworks = Callable[[OverHidden], HiddenNetworks]
 
 def over_hidden(score: object) -> OverHidden | None:
     """Return the score over hidden states that `score` is or builds on; None for any other."""
-    while isinstance(score, WrappedScore):
-        score = score.base
+    score = innermost(score)
     return score if isinstance(score, OverHidden) else None
 
 
 def with_networks(score: Any, find: FindNetworks) -> Any:
     """Return `score` with the networks of a model instead of those that it named."""
-    if isinstance(score, WrappedScore):
-        return replace(score, base=with_networks(score.base, find))
-    return replace(score, networks=find(score)) if isinstance(score, OverHidden) else score
+    own_score = over_hidden(score)
+    return score if own_score is None else with_innermost(score, replace(own_score, networks=find(own_score)))

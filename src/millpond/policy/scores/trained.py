@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from millpond.kernels.decode_rules import Evict, Signal
-from millpond.policy.scores.attention import Queries, WrappedScore
+from millpond.policy.scores.attention import Queries, innermost, with_innermost
 from millpond.policy.trained.networks import Gates, RetainingHeads
 from millpond.policy.view import View
 
@@ -63,17 +63,14 @@ class Retained:
 
 def retained(score: object) -> Retained | None:
     """Return the score by retaining heads that `score` is or builds on; None for any other."""
-    while isinstance(score, WrappedScore):
-        score = score.base
+    score = innermost(score)
     return score if isinstance(score, Retained) else None
 
 
 def with_heads(score: Any, find: FindHeads) -> Any:
     """Return `score` with the heads of a model instead of those that it named."""
-    if isinstance(score, WrappedScore):
-        return replace(score, base=with_heads(score.base, find))
     own_score = retained(score)
     if own_score is None:
         return score
     heads = find(own_score.heads)
-    return replace(own_score, heads=heads.expecting() if own_score.expecting else heads)
+    return with_innermost(score, replace(own_score, heads=heads.expecting() if own_score.expecting else heads))

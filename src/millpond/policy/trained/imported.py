@@ -27,6 +27,8 @@ from millpond.policy.trained.sink_gate import SinkGate
 _SIZES = ("input_dim", "output_dim", "n_modules")
 #: Names of a gate's parts in its state dict, in the order of `SinkGate.PARTS`.
 _GATE_PARTS = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "q_norm.weight", "k_norm.weight", "k_base", "b")
+#: What torch raises for files that are torn or made up.
+_UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 #: Bytes of a configuration at most.
 MAX_CONFIG_BYTES = 1 << 20
 
@@ -99,7 +101,7 @@ def _fastkvzip(file: Path, shapes: Sequence[tuple[int, int]]) -> list[HiddenNetw
         if not zipfile.is_zipfile(file):  # older files are pickles from end to end
             raise ValueError("it is no zip, as torch.save writes it")
         stored: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+    except (*_UNREADABLE, pickle.UnpicklingError) as error:
         told = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise DataError(f"{str(file)!r} cannot be read as weights alone, and nothing else of it is: {told}") from None
     layers = stored.get("module") if isinstance(stored, Mapping) else stored
@@ -116,6 +118,8 @@ def _gate(file: str, layer: int, state: Mapping[str, Any], shape: tuple[int, int
         raise DataError(
             f"{file!r}: gate {layer} has the parts {sorted(map(str, state))[:9]}, not {sorted(_GATE_PARTS)}"
         )
+    if not all(part.ndim and part.numel() for part in state.values()):
+        raise DataError(f"{file!r}: gate {layer} has a part without numbers, or of a single one; copy it again")
     (inputs, n_heads), group, d = shape, state["b"].shape[-1], state["q_norm.weight"].shape[-1]
     expected = {
         "q_proj.weight": (n_heads * group * d, inputs),
@@ -123,7 +127,7 @@ def _gate(file: str, layer: int, state: Mapping[str, Any], shape: tuple[int, int
         "k_proj.weight": (n_heads * d, inputs),
         "q_norm.weight": (d,),
         "k_norm.weight": (d,),
-        "k_base": (n_heads, 1, state["k_base"].shape[-2], d) if state["k_base"].ndim == 4 else (),
+        "k_base": (n_heads, 1, state["k_base"].numel() // (n_heads * d), d),
         "b": (n_heads, 1, group),
     }
     for name, right in expected.items():
