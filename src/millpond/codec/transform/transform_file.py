@@ -102,7 +102,8 @@ class ModelTransform:
         model: The model.
         calibrated: What it was fitted on.
         layers: Keys and values of each layer.
-        thresholds: (layers,) float32: attention per query above which a token is exact.
+        thresholds: (layers,) float32: attention per query that one token in 100 exceeds. The format has them; exact
+            tokens are now chosen by rank, and benchmarks alone compare the two.
         heads: Keys and values of each KV head of each layer alone, for caches whose heads hold other tokens each; empty
             in files of format 1.
     """
