@@ -48,6 +48,10 @@ def hadamard(dim: int) -> Tensor:
     return torch.kron(torch.eye(dim // block), h)
 
 
+#: Rows that are rotated together: they stay in the cache of a core.
+ROWS = 2048
+
+
 def rotate(x: Tensor) -> Tensor:
     """Return x (..., dim) times the Hadamard matrix, in x's dtype.
 
@@ -84,10 +88,17 @@ def _transformed(x: Tensor) -> Tensor:
     Sums and differences of halves are taken log2(dim) times.
     """
     block = block_size(x.shape[-1])
-    rows, half = x.float().reshape(-1, block).t().contiguous(), 1  # channels first: whole rows are added
-    while half < block:
-        first, second = rows.view(-1, 2, half, rows.shape[1]).unbind(1)
-        rows = torch.stack([first + second, first - second], 1).view(rows.shape)
-        half *= 2
-    rotated: Tensor = (rows.t() * block**-0.5).reshape(x.shape)
-    return rotated.to(x.dtype)
+    flat = x.float().reshape(-1, block)
+    rotated = torch.empty_like(flat)
+    for begin in range(0, len(flat), ROWS):
+        rows = flat[begin : begin + ROWS].t().contiguous()  # channels first: whole rows are added
+        other, half = torch.empty_like(rows), 1
+        while half < block:
+            (first, second), (sums, differences) = (
+                part.view(-1, 2, half, rows.shape[1]).unbind(1) for part in (rows, other)
+            )
+            torch.add(first, second, out=sums)
+            torch.sub(first, second, out=differences)
+            rows, other, half = other, rows, 2 * half
+        torch.mul(rows.t(), block**-0.5, out=rotated[begin : begin + ROWS])
+    return rotated.reshape(x.shape).to(x.dtype)

@@ -21,6 +21,7 @@ from millpond.cache.pages.ref_counted_pool import RefCountedPool
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.token_ids import TokenIds
 from millpond.cache.types import RotaryEmbedding
+from millpond.codec.spec import Codec
 from millpond.errors import CacheMismatchError, NotPicklableError, UnsupportedModelError
 from millpond.hf.forget import drop_spans
 from millpond.hf.fork import check_pages, share
@@ -154,6 +155,11 @@ class MillpondCache(Cache):
         """Page pools, one per shape and format of entry."""
         return list(self._pools)
 
+    @property
+    def codecs(self) -> list[Codec]:
+        """Formats of entries that are not stored as the model computes them."""
+        return self._pools.codecs
+
     def stats(self) -> CacheStats:
         """Return the counts and bytes of the cache in its current state."""
         return measure(self)
@@ -214,7 +220,7 @@ class MillpondCache(Cache):
                 `BudgetError`.
             CacheMismatchError: no such sequence, or a span of tokens that were read already.
         """
-        protect_spans(self.tracker, self.policy, self._pools.codecs, spans, share, sequence)
+        protect_spans(self.tracker, self.policy, self.codecs, spans, share, sequence)
 
     @no_autograd
     def forget(self, *spans: tuple[int, int], sequence: int | None = None) -> None:
@@ -265,8 +271,7 @@ class MillpondCache(Cache):
         share(self, other)
         return other
 
-    def __copy__(self) -> MillpondCache:
-        return self.fork()
+    __copy__ = fork
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MillpondCache:
         return self.fork()

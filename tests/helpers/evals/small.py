@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTo
 
 from millpond_lab.evals.candidates.candidate import find_candidate
 from millpond_lab.evals.decoding.batch import batches, encode
+from millpond_lab.evals.decoding.prompt_recording import PromptRecordings
 from millpond_lab.evals.decoding.record import Protocol, Record
 from millpond_lab.evals.harness.evaluator import Evaluator
 from millpond_lab.evals.sample import Question, Sample
@@ -84,11 +85,13 @@ def examined(
     size: int = 1,
     model: LlamaForCausalLM | None = None,
     limit: int | None = 512,
+    codec: str = "auto",
+    recordings: PromptRecordings | None = None,
 ) -> list[Record]:
     """The records of all samples of a task."""
     model = model or tiny_model()
     who = find_candidate(Spec.parse(method))
-    examiner = Evaluator("cell", model, tiny_tokenizer(), task, who, budget, "auto", limit)
+    examiner = Evaluator("cell", model, tiny_tokenizer(), task, who, budget, codec, limit, recordings)
     prompts = [p for s in task.items for p in encode(s, tiny_tokenizer(), task.kind, protocol)]
     return [r for batch in batches(prompts, task.kind, protocol, size) for r in examiner.examine(batch)]
 

@@ -99,12 +99,12 @@ def test_an_interrupted_run_gives_the_folders_of_a_whole_one(tmp_path: Path, tas
     go(whole, tasks)
 
     def pull_the_plug(cell: Any, done: int, total: int) -> None:
-        if "qa_1" in cell.task and cell.method == "window" and done == 2:
+        if cell.task == tasks[-1] and cell.method == "window" and done == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         go(parts, tasks, progress=pull_the_plug)
-    assert [p.name for p in (parts / "kvpress").iterdir()] == ["ruler__4096__org--tiny__no_press__0.00"]
+    assert not (parts / "kvpress").exists(), "settings are examined together, so none has all tasks yet"
     go(parts, tasks)
     moved = {name: data.replace(b"/parts/", b"/whole/") for name, data in files(parts).items()}
     assert moved == files(whole)

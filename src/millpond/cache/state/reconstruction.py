@@ -50,23 +50,61 @@ class ReconstructionProbe:
         """
         n_heads, (n_kv_heads, n) = len(keys), self._best[sequence].shape
         is_entry = (positions >= 0) & (positions < n)
-        largest = torch.zeros(positions.shape, device=q.device)
-        dtype = wide(q.dtype)
-        for begin in range(0, q.shape[1], BLOCK):
-            rows = slice(begin, begin + BLOCK)
-            q_part = q[:, rows].to(dtype).view(n_heads, -1, *q[:, rows].shape[1:])
-            logits = soft_cap(q_part @ keys.to(dtype)[:, None].transpose(-1, -2) * shape.scale, shape.softcap)
-            logits = with_masses(logits, log_masses)
-            distance = q_pos[rows][:, None] - positions[:, None, None, :]
-            visible = is_entry[:, None, None] & (distance >= 0)
-            if shape.window:
-                visible &= distance < shape.window
-            p = (logits - lse[:, rows].view(n_heads, -1, logits.shape[2], 1)).exp().masked_fill(~visible, 0)
-            largest = torch.maximum(largest, p.amax((1, 2)).float())
+        if not (shape.softcap or shape.window) and int(q_pos[0]) >= n:
+            largest = _largest(q, lse, keys, shape.scale, log_masses)
+        else:
+            largest = _largest_seen(q, lse, q_pos, keys, positions, shape, log_masses)
         column = torch.where(is_entry, positions, n).long()
-        by_head = torch.zeros(n_heads, n + 1, device=q.device).scatter_(1, column, largest)[:, :n]
+        by_head = torch.zeros(n_heads, n + 1, device=q.device).scatter_(1, column, largest.float())[:, :n]
         self._best[sequence] = torch.maximum(self._best[sequence], by_head.view(n_kv_heads, -1, n).amax(1))
 
     def at(self, sequence: int, positions: Tensor) -> Tensor:
         """Return the largest attention to positions (H, N), (H, N) float32; 0 at -1."""
         return self._best[sequence].gather(1, positions.clamp(min=0).long()).masked_fill(positions < 0, 0)
+
+
+def _largest(q: Tensor, lse: Tensor, keys: Tensor, scale: float, log_masses: Tensor | None) -> Tensor:
+    """Return the largest attention to each key, (H, N), of queries that see all of them.
+
+    The denominators, and the masses of keys, are further channels of queries and keys: so the products are logarithms
+    of probabilities, and only the largest of each column need be raised.
+    """
+    n_heads, dtype = len(keys), wide(q.dtype)
+    ones = keys.new_ones(*keys.shape[:2], 1, dtype=dtype)
+    extended = [keys.to(dtype), ones] if log_masses is None else [keys.to(dtype), ones, log_masses[..., None].to(dtype)]
+    columns = torch.cat(extended, 2).transpose(1, 2)
+    largest = torch.full(keys.shape[:2], -torch.inf, dtype=dtype, device=q.device)
+    for begin in range(0, q.shape[1], BLOCK):
+        rows = slice(begin, begin + BLOCK)
+        parts = [q[:, rows].to(dtype) * scale, -lse[:, rows, None].to(dtype)]
+        if log_masses is not None:
+            parts.append(torch.ones_like(parts[1]))
+        queries = torch.cat(parts, 2).reshape(n_heads, -1, columns.shape[1])
+        largest = torch.maximum(largest, (queries @ columns).amax(1))
+    return largest.exp()
+
+
+def _largest_seen(
+    q: Tensor,
+    lse: Tensor,
+    q_pos: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    shape: AttentionShape,
+    log_masses: Tensor | None,
+) -> Tensor:
+    """Return the largest attention to each key, (H, N), of the queries that see it; 0 where none does."""
+    n_heads, dtype = len(keys), wide(q.dtype)
+    largest = torch.zeros(positions.shape, dtype=dtype, device=q.device)
+    for begin in range(0, q.shape[1], BLOCK):
+        rows = slice(begin, begin + BLOCK)
+        q_part = q[:, rows].to(dtype).view(n_heads, -1, *q[:, rows].shape[1:])
+        logits = soft_cap(q_part @ keys.to(dtype)[:, None].transpose(-1, -2) * shape.scale, shape.softcap)
+        logits = with_masses(logits, log_masses)
+        distance = q_pos[rows][:, None] - positions[:, None, None, :]
+        visible = (positions >= 0)[:, None, None] & (distance >= 0)
+        if shape.window:
+            visible &= distance < shape.window
+        p = (logits - lse[:, rows].view(n_heads, -1, logits.shape[2], 1)).exp().masked_fill(~visible, 0)
+        largest = torch.maximum(largest, p.amax((1, 2)))
+    return largest

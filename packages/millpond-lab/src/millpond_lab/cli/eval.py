@@ -106,22 +106,22 @@ def _run(plan: EvalPlan, model: ModelOptions, out: Path, threads: int | None, fo
 
 @contextmanager
 def progress_bars(cells: list[Cell]) -> Iterator[Progress]:
-    """One bar over the cells and one over the samples of the current one, gone when all is done."""
+    """One bar over the cells that are done and one over the samples of the current one, gone when all is done."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    places = {cell: place for place, cell in enumerate(cells)}
+    ready: set[Cell] = set()
     with Bars(*columns, console=errors(), transient=True) as bars:
         whole = bars.add_task("cells", total=len(cells))
         part = bars.add_task("samples", total=None)
 
         def show(cell: Cell, done: int, total: int) -> None:
-            if done == 0:
-                bars.reset(part)
             name = " ".join(filter(None, [cell.method, cell.budget, cell.task, cell.protocol]))
             bars.update(part, completed=done, total=total, description=escape(name))
-            bars.update(whole, completed=places[cell] + (done == total))
+            if done == total:
+                ready.add(cell)
+            bars.update(whole, completed=len(ready))
 
         yield show
 

@@ -16,6 +16,7 @@ from millpond.cache.pages.table_bytes import kv_bytes
 from millpond.errors import NumericsError, OptionError
 from millpond.hf.cache import MillpondCache
 from millpond.models.cache_argument import cache_argument
+from millpond_lab.evals.decoding.prompt_recording import PromptRecording
 from millpond_lab.evals.decoding.record import Protocol
 from millpond_lab.evals.sample import Question, Sample
 from millpond_lab.evals.task import Kind
@@ -176,11 +177,16 @@ def batches(prompts: Iterable[EncodedPrompt], kind: Kind, protocol: Protocol, si
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the cache holds of one row: entries over entries seen, and bytes as in `CacheStats`, of this row alone."""
+    """What the cache holds of one row: entries over entries seen, and bytes as in `CacheStats`, of this row alone.
+
+    Attributes:
+        bf16_kv_bytes: as `kv_bytes`, if numbers that are not coded took 2 bytes each.
+    """
 
     share: float
     kv_bytes: int
     full_kv_bytes: int
+    bf16_kv_bytes: int = 0
 
 
 class BatchReader:
@@ -191,13 +197,23 @@ class BatchReader:
 
     A budget in bytes is of each row here, not of the whole cache.
 
+    Args:
+        recording: of the openings; what it holds is not computed again, and where it is empty it is made.
+
     Attributes:
         logits: (rows, vocabulary) float32 or wider, after each row's newest token.
+        ids: (rows, columns), of the newest pass. mask: (rows, columns), 0 for pads, of all passes.
         seen: tokens that each row has read.
         pending: tokens at each row's end that were decided but not read; what is asked next begins with them.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: MillpondCache, openings: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: MillpondCache,
+        openings: Sequence[Sequence[int]],
+        recording: PromptRecording | None = None,
+    ) -> None:
         assert all(openings), "every row opens with at least one token"
         self.cache = cache
         self.seen = [0] * len(openings)
@@ -205,11 +221,15 @@ class BatchReader:
         self.logits = torch.empty(0)
         self._model: Any = model
         self._budget = cache.budget
-        self._mask = torch.ones(len(openings), 0, dtype=torch.long, device=model.device)
+        self.ids = torch.empty(0, dtype=torch.long)
+        self.mask = torch.ones(len(openings), 0, dtype=torch.long, device=model.device)
         known = inspect.signature(model.forward).parameters
         self._options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
         self._share_budget()
-        self._pass(openings)
+        if recording is not None and recording.fits(cache):
+            self._recorded(recording)
+        else:
+            self._pass(openings)
 
     @property
     def n_rows(self) -> int:
@@ -234,8 +254,8 @@ class BatchReader:
             return
         index = torch.tensor(rows, dtype=torch.long)
         self.cache.batch_select_indices(index)
-        here = index.to(self._mask.device)
-        self._mask, self.logits = self._mask[here], self.logits[here]
+        here = index.to(self.mask.device)
+        self.mask, self.logits = self.mask[here], self.logits[here]
         self.seen = [self.seen[row] for row in rows]
         self.pending = [list(self.pending[row]) for row in rows]
         self._share_budget()
@@ -245,7 +265,7 @@ class BatchReader:
         return [self._held(row) for row in range(self.n_rows)]
 
     def _held(self, row: int) -> Held:
-        stored = held = full = regions = 0
+        stored = held = full = regions = in_bf16 = 0
         for layer_cache in self.cache.layer_caches:
             table = layer_cache.table
             if table is None:
@@ -255,15 +275,24 @@ class BatchReader:
             stored += int(lens.sum())
             regions += len(lens)
             held += int(kv_bytes(table)[row])
+            coded = 0 if table.quantized is None else int(table.quantized.kv_bytes()[row])
+            numbers = table.pool.slots * (arrays.key_dim + arrays.value_dim)
+            in_bf16 += coded + 2 * (int(kv_bytes(table)[row]) - coded) * numbers // table.pool.kv_bytes_per_page
             full += self.seen[row] * len(lens) * (arrays.key_dim + arrays.value_dim) * self.cache.dtype.itemsize
-        return Held(stored / (self.seen[row] * regions), held, full)
+        return Held(stored / (self.seen[row] * regions), held, full, in_bf16)
 
     def _share_budget(self) -> None:
         if self._budget is not None and self._budget.kind == "bytes":
             self.cache.budget = Budget("bytes", int(self._budget.amount) * self.n_rows)
 
+    def _recorded(self, recording: PromptRecording) -> None:
+        """Read the openings as they were recorded."""
+        recording.give(self.cache)
+        self.mask, self.logits = recording.mask, recording.logits
+        self.seen = [len(opening) for opening in recording.openings]
+
     def _pass(self, tokens: Sequence[Sequence[int]]) -> None:
-        device = self._mask.device
+        device = self.mask.device
         width = max(map(len, tokens))
         ids = torch.zeros(self.n_rows, width, dtype=torch.long)
         valid = torch.zeros_like(ids)
@@ -271,11 +300,12 @@ class BatchReader:
             if own:
                 ids[row, width - len(own) :] = torch.tensor(own)
                 valid[row, width - len(own) :] = 1
+        self.ids = ids.to(device)
         positions = (torch.tensor(self.seen)[:, None] + valid.cumsum(1) - 1).clamp(min=0)
-        self._mask = torch.cat([self._mask, valid.to(device)], 1)
+        self.mask = torch.cat([self.mask, valid.to(device)], 1)
         out = self._model(
-            input_ids=ids.to(device),
-            attention_mask=self._mask,
+            input_ids=self.ids,
+            attention_mask=self.mask,
             position_ids=positions.to(device),
             **cache_argument(self.cache),
             use_cache=True,

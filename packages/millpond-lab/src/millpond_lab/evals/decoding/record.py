@@ -48,7 +48,8 @@ class Record:
         score: 0 to 1, higher is better; for perplexity the mean negative log-likelihood in nats per token.
         weight: what the score counts for in the mean: 1, or tokens for perplexity.
         prompt_tokens: tokens of context and question. kept_share: entries held over entries seen, when answering began.
-        kv_bytes: bytes of keys and values held then. full_kv_bytes: what a full cache would have held.
+        kv_bytes: bytes of keys and values held then. full_kv_bytes: what a full cache would have held. bf16_kv_bytes:
+            as `kv_bytes`, if numbers that are not coded took 2 bytes each; 0 in results from before it was counted.
         failure: why the question could not be answered (it counts as score 0); "" if it was.
         facts: of the sample. extra: what else the task measured, numbers by name.
     """
@@ -66,6 +67,7 @@ class Record:
     failure: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, float] = field(default_factory=dict)
+    bf16_kv_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

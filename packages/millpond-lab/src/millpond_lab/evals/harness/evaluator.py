@@ -17,6 +17,7 @@ from millpond_lab.evals.candidates.candidate import Candidate
 from millpond_lab.evals.decoding.batch import BatchReader, EncodedPrompt, EncodedQuestion, Held, PromptBatch, Tokens
 from millpond_lab.evals.decoding.greedy_decode import Answer, decode, end_tokens
 from millpond_lab.evals.decoding.likelihood import Fidelity, ScoredChoice, choose, compare, token_logprobs
+from millpond_lab.evals.decoding.prompt_recording import PromptRecording, PromptRecordings
 from millpond_lab.evals.decoding.record import Record
 from millpond_lab.evals.harness.attention_loss import attention_losses, kept_positions
 from millpond_lab.evals.task import Task
@@ -121,6 +122,7 @@ class Evaluator:
 
     Attributes:
         cell: `Cell.key`. limit: positions of the model; None for no limit.
+        recordings: of the first passes, shared with the evaluators of other cells; None: each pass is run here.
     """
 
     cell: str
@@ -131,6 +133,7 @@ class Evaluator:
     budget: str
     codec: str
     limit: int | None
+    recordings: PromptRecordings | None = None
 
     def examine(self, batch: PromptBatch) -> list[Record]:
         """A record for every question of the batch, in the order of `Batch.names`.
@@ -171,11 +174,13 @@ class Evaluator:
     def _run(self, batch: PromptBatch, records: dict[tuple[str, int], Record]) -> None:
         openings = [prompt.opening for prompt in batch.prompts]
         with ExitStack() as stack, torch.inference_mode():
+            recording = self._recording(openings)
             cache = stack.enter_context(self._open(batch))
-            readers = [BatchReader(self.model, cache, openings)]
+            readers = [BatchReader(self.model, cache, openings, recording)]
             losses = self._attention_losses(batch, cache) if batch.kind == "fidelity" else {}
             if batch.kind == "fidelity":
-                readers.append(BatchReader(self.model, stack.enter_context(compress(self.model, "full")), openings))
+                full = stack.enter_context(compress(self.model, "full"))
+                readers.append(BatchReader(self.model, full, openings, recording))
             for reader in readers:
                 reader.write([prompt.written for prompt in batch.prompts])
             for turns in rounds(readers, batch, self.limit):
@@ -186,6 +191,16 @@ class Evaluator:
                         self._record(turn, result or self._zero_result(turn.asked, turn.failure), records)
                         name = turn.prompt.sample.id, turn.asked.index
                         records[name].extra.update(losses.get(name, {}))
+
+    def _recording(self, openings: Sequence[Tokens]) -> PromptRecording | None:
+        """What is known of the first pass; it is run here if it is not yet."""
+        if self.recordings is None:
+            return None
+        recording = self.recordings.of(openings)
+        if not recording.done:
+            with compress(self.model, "full") as cache, recording.of(self.model, cache, self.recordings.hidden):
+                recording.take(BatchReader(self.model, cache, openings))
+        return recording
 
     def _attention_losses(self, batch: PromptBatch, cache: MillpondCache) -> dict[tuple[str, int], dict[str, float]]:
         """What the outputs of the attention layers lose on each continuation, where the model lets it be known."""
@@ -255,6 +270,7 @@ class Evaluator:
             kept_share=turn.held.share,
             kv_bytes=turn.held.kv_bytes,
             full_kv_bytes=turn.held.full_kv_bytes,
+            bf16_kv_bytes=turn.held.bf16_kv_bytes,
             failure=result.failure,
             facts=dict(sample.facts),
             extra=result.extra,

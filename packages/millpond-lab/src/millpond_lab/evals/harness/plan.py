@@ -24,6 +24,7 @@ class EvalPlan:
     Attributes:
         budgets: None: 20 % where a method needs a budget. dtype: of the model, as requested.
         calibration: a file, for the codecs that need one.
+        only: (method, budget, codec) of the combinations that are run, as in their cells; None for all.
 
     Raises:
         OptionError: an unknown name or option (with a suggestion), or values that do not fit.
@@ -40,6 +41,7 @@ class EvalPlan:
     batch_size: int = 8
     dtype: str = "auto"
     calibration: str | None = None
+    only: Sequence[tuple[str, str, str]] | None = None
     candidates: dict[str, Candidate] = field(init=False)
     built: dict[str, Task] = field(init=False)
 
@@ -76,4 +78,5 @@ class EvalPlan:
             for method, candidate in self.candidates.items()
             for budget in (("",) if candidate.keeps_all else self.budgets or (candidate.default_budget,))
             for codec in self.codecs
+            if self.only is None or (method, budget, codec) in self.only
         ]

@@ -6,7 +6,7 @@ import hashlib
 import json
 import platform
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,8 +21,10 @@ from millpond.hf.calibration.load import needs_calibration
 from millpond.hf.generation import UnusedCacheWarning
 from millpond.hf.model_profile import ModelProfile
 from millpond.hf.model_support import supported
+from millpond.methods import METHODS
 from millpond_lab.evals.candidates.candidate import Compressed
 from millpond_lab.evals.decoding.batch import EncodedPrompt, PromptBatch, batches, encode
+from millpond_lab.evals.decoding.prompt_recording import PromptRecordings
 from millpond_lab.evals.decoding.record import Cell, Record, SummaryRow
 from millpond_lab.evals.decoding.record import Protocol as Asking
 from millpond_lab.evals.harness.calibration_check import Said, line, said_of
@@ -104,17 +106,21 @@ def run(
         samples |= {name: _draw(name, task, tokenizer, plan) for name, task in earlier.items()}
         facts |= {name: _facts(task, samples[name]) for name, task in earlier.items()}
     store.begin(plan.cells(), facts, {**(note or {}), "batch_size": plan.batch_size, **versions()})
-    made: dict[tuple[str, str], list[PromptBatch]] = {}
     rows: dict[Cell, SummaryRow] = {}
-    for cell in plan.cells():
-        task = plan.built[cell.task]
-        if (cell.task, cell.protocol) not in made:
-            made = {(cell.task, cell.protocol): _batches(samples[cell.task], tokenizer, task, cell, plan.batch_size)}
-        own = _examiner(plan, cell, model, tokenizer) if examiner is None else examiner(cell)
-        _examine(own, cell, made[cell.task, cell.protocol], store, progress)
-        _summarise(store, rows)
-        if writer is not None:
-            writer.write(store, samples)
+    for group in _groups(plan):
+        name, protocol = group[0].task, group[0].protocol
+        made = _batches(samples[name], tokenizer, plan.built[name], protocol, plan.batch_size)
+        recordings = PromptRecordings(_reads_hidden(plan)) if len(group) > 1 else None
+        together: Iterable[dict[Cell, Examines]]
+        if examiner is None:
+            together = [{cell: _examiner(plan, cell, model, tokenizer, recordings) for cell in group}]
+        else:
+            together = ({cell: examiner(cell)} for cell in group)
+        for own in together:
+            _examine(own, made, store, progress)
+            _summarise(store, rows)
+            if writer is not None:
+                writer.write(store, samples)
     _tell_of_unfinished(store)
     return list(rows.values())
 
@@ -137,7 +143,27 @@ def _try_out(plan: EvalPlan, cell: Cell, model: PreTrainedModel, tokenizer: PreT
             ).close()
 
 
-def _examiner(plan: EvalPlan, cell: Cell, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Evaluator:
+def _groups(plan: EvalPlan) -> list[list[Cell]]:
+    """The cells of a plan in their order; those that read the same prompts together."""
+    groups: dict[tuple[str, str], list[Cell]] = {}
+    for cell in plan.cells():
+        groups.setdefault((cell.task, cell.protocol), []).append(cell)
+    return list(groups.values())
+
+
+def _reads_hidden(plan: EvalPlan) -> bool:
+    """Whether a method of a plan scores entries by what the attention modules read."""
+    methods = (one for one in plan.candidates.values() if isinstance(one, Compressed))
+    return any(METHODS.get(one.method)(**one.options).reads_hidden for one in methods)
+
+
+def _examiner(
+    plan: EvalPlan,
+    cell: Cell,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    recordings: PromptRecordings | None,
+) -> Evaluator:
     return Evaluator(
         cell.key,
         model,
@@ -147,29 +173,34 @@ def _examiner(plan: EvalPlan, cell: Cell, model: PreTrainedModel, tokenizer: Pre
         cell.budget,
         cell.codec,
         limit=ModelProfile.of(model).position_limit,
+        recordings=recordings,
     )
 
 
-def _examine(examiner: Examines, cell: Cell, made: Sequence[PromptBatch], store: RunStore, progress: Progress) -> None:
-    """Answer what is not answered yet, in the same batches whatever was answered before.
+def _examine(
+    examiners: Mapping[Cell, Examines], made: Sequence[PromptBatch], store: RunStore, progress: Progress
+) -> None:
+    """Answer what is not answered yet, in the same batches whatever was answered before; a batch in all cells at once.
 
-    A run in two parts thus gives the numbers of one in one, to the last bit.
+    Each batch need then be read only once, and a run in two parts gives the numbers of one in one, to the last bit.
     """
     total = len({name for batch in made for name, _ in batch.names})
     seen: set[str] = set()
-    progress(cell, 0, total)
+    for cell in examiners:
+        progress(cell, 0, total)
     for batch in made:
-        if not store.has(cell.key, batch.names):
-            store.add(examiner.examine(batch))
         seen |= {name for name, _ in batch.names}
-        progress(cell, len(seen), total)
+        for cell, examiner in examiners.items():
+            if not store.has(cell.key, batch.names):
+                store.add(examiner.examine(batch))
+            progress(cell, len(seen), total)
 
 
 def _batches(
-    samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, task: Task, cell: Cell, size: int
+    samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, task: Task, protocol: Asking, size: int
 ) -> list[PromptBatch]:
-    prompts = _prompts(samples, tokenizer, task, cell.protocol)
-    return list(batches(prompts, task.kind, cell.protocol, size))
+    prompts = _prompts(samples, tokenizer, task, protocol)
+    return list(batches(prompts, task.kind, protocol, size))
 
 
 def _prompts(

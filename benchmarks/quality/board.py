@@ -1,0 +1,234 @@
+"""The board: settings of the cache on the tasks that a model solves with its full cache, and the bytes that each holds.
+
+    python benchmarks/quality/board.py --model smollm2-135m --tasks benchmarks/results/board-tasks.json \\
+        --settings default --rows benchmarks/results/board.json
+
+The tasks are those that `board_tasks.py` found solved. Each context is read once, with the full cache, and every
+setting that acts at its end is given what was read; then its questions are asked, which no setting has seen. Answers
+are written as they come, so a run goes on where it stopped; rows are written after each task, and hold the score of
+each context, so that `default_choice.py` and others can compare settings on the same contexts.
+
+Bytes are those that a cache in bf16 would hold, over all of that cache, where the first question begins: a run in
+float32 counts numbers that are not coded with 2 bytes. Intervals are of the bootstrap over contexts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from board_tasks import ASKED, SEED, solved
+
+import millpond as mp
+from millpond_lab.bench.common.machine import describe_machine
+from millpond_lab.bench.common.report import markdown_table
+from millpond_lab.evals.decoding.record import Cell, Record
+from millpond_lab.evals.harness.plan import EvalPlan
+from millpond_lab.evals.harness.run import run
+from millpond_lab.evals.harness.summary import by_sample, read_samples
+from millpond_lab.evals.spec import Spec
+
+#: Bytes of a number of the full cache that shares are of, and resamples of the contexts.
+WIDTH, RESAMPLES = 2, 4000
+
+
+class Setting(NamedTuple):
+    """Method with its options, budget ("" for none) and number format."""
+
+    method: str
+    budget: str = ""
+    codec: str = "auto"
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.method, self.budget, "" if self.codec == "auto" else self.codec) if part)
+
+
+FULL = Setting("full")
+#: What a default could be, at most 55 % of the bytes: everything in few bits.
+DEFAULT: tuple[Setting, ...] = (
+    Setting("full", codec="int8"),
+    Setting("full", codec="int8+int4"),
+    Setting("full", codec="int4"),
+    Setting("full", codec="rotated4"),
+)
+#: The same, and fewer entries.
+EVICTING: tuple[Setting, ...] = (
+    Setting("kvzip", "60%", "rotated4"),
+    Setting("snapkv", "60%", "rotated4"),
+    Setting("h2o", "70%", "rotated4"),
+    Setting("keydiff", "60%", "rotated4"),
+    Setting("ada", "20%, at least 512", "rotated4"),
+)
+#: Methods that are compared at equal bytes, in plain numbers.
+METHODS = (
+    "h2o",
+    "snapkv",
+    "ada",
+    "pyramidkv",
+    "keydiff",
+    "expected_attention",
+    "defensivekv",
+    "vase",
+    "triattention",
+    "random_attention",
+    "streaming",
+    "kvzip",
+)
+#: Shares of the entries that take 20, 10 and 5 % of the bytes in plain numbers, and in 4 bits.
+EQUAL: tuple[Setting, ...] = (
+    *(Setting(method, budget) for budget in ("20%", "10%", "5%") for method in METHODS),
+    *(Setting("kvzip", budget, "rotated4") for budget in ("60%", "32%", "14%")),
+    *(Setting("snapkv", budget, "rotated4") for budget in ("60%", "32%", "14%")),
+)
+GROUPS = {"default": DEFAULT, "evicting": EVICTING, "equal": EQUAL}
+
+# ---------------------------------------------------------------------- rows
+
+
+def row_of(cell: Cell, family: str, records: Sequence[Record], width: int) -> dict[str, Any]:
+    """What is kept of one setting on one task: the mean score and the share of the bytes of each context, in order.
+
+    Args:
+        width: bytes of a number of the model.
+    """
+    each = sorted(by_sample(records).items(), key=lambda item: int(item[0]) if item[0].isdigit() else item[0])
+    full = [own[0].full_kv_bytes * WIDTH / width for _, own in each]
+    return {
+        "setting": [cell.method, cell.budget, cell.codec],
+        "family": family,
+        "task": cell.task,
+        "protocol": cell.protocol,
+        "questions": len(records),
+        "failures": sum(bool(record.failure) for record in records),
+        "bytes": float(np.mean([own[0].bf16_kv_bytes / whole for (_, own), whole in zip(each, full, strict=True)])),
+        "scores": [round(float(np.mean([record.score for record in own])), 4) for _, own in each],
+    }
+
+
+def kept(scores: Sequence[float], full: Sequence[float], seed: int = SEED) -> tuple[float, float, float]:
+    """The share of the full cache's score that a setting keeps, and its 95 % interval, over contexts.
+
+    Example:
+        >>> kept([0.5, 1.0], [1.0, 1.0])[0]
+        0.75
+    """
+    own, whole = np.array(scores), np.array(full)
+    drawn = np.random.default_rng(seed).integers(len(own), size=(RESAMPLES, len(own)))
+    sums = whole[drawn].sum(1)
+    low, high = np.percentile(own[drawn].sum(1)[sums > 0] / sums[sums > 0], [2.5, 97.5])
+    return float(own.sum() / whole.sum()), float(low), float(high)
+
+
+def page(report: dict[str, Any]) -> str:
+    """A table for each model: what each setting keeps of the full cache's score on each task."""
+    parts = ["# The board: answers kept, of those of the full cache\n"]
+    for name, own in report["models"].items():
+        rows = own["rows"]
+        families = list(dict.fromkeys(row["family"] for row in rows))
+        full = {row["family"]: row for row in rows if row["setting"][0] == "full" and row["setting"][2] == "auto"}
+        lines = []
+        for setting in dict.fromkeys(tuple(row["setting"]) for row in rows):
+            mine = {row["family"]: row for row in rows if tuple(row["setting"]) == setting}
+            cells = []
+            for family in families:
+                row, whole = mine.get(family), full.get(family)
+                if row is None or whole is None or len(row["scores"]) != len(whole["scores"]):
+                    cells.append("")
+                elif row is whole:
+                    cells.append(f"score {np.mean(row['scores']):.2f}")
+                else:
+                    mean, low, high = kept(row["scores"], whole["scores"])
+                    cells.append(f"{mean:.2f} ({low:.2f} to {high:.2f})")
+            share = float(np.mean([row["bytes"] for row in mine.values()]))
+            lines.append((f"`{Setting(*setting)}`", f"{share:.1%}", *cells))
+        lines.sort(key=lambda line: -float(line[1][:-1]))
+        asked = {row["family"]: f"{row['questions']} on {len(row['scores'])}" for row in full.values()}
+        heads = ("setting", "bytes of bf16", *(f"{family} ({asked.get(family, '')})" for family in families))
+        tasks = "; ".join(f"{family}: `{full[family]['task']}`" for family in families if family in full)
+        note = f"Questions on contexts in brackets, then 95 % of the share kept. Tasks: {tasks}."
+        parts.append(f"## {name}\n\n{note}\n\n{markdown_table(heads, lines)}")
+    return "\n".join(parts)
+
+
+# ---------------------------------------------------------------------- running
+
+
+def tasks_of(path: Path, name: str, families: Sequence[str] | None) -> list[dict[str, Any]]:
+    """The solved forms of a model, of the named families in their order."""
+    found = {row["family"]: row for row in solved(json.loads(path.read_text(encoding="utf-8"))["models"][name]["rows"])}
+    return [found[family] for family in (families or found)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--name", help="of the model in the results; its own by default")
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--tasks", type=Path, required=True, help="rows of board_tasks.py")
+    parser.add_argument("--families", help="some of the solved ones, separated by semicolons")
+    parser.add_argument("--contexts", type=int, default=25, help="of a form that asks four questions of each")
+    parser.add_argument("--settings", default="default", help=f"{', '.join(GROUPS)}; several separated by commas")
+    parser.add_argument("--out", type=Path, default=Path("out/board"), help="folder of the answers")
+    parser.add_argument("--rows", type=Path, required=True, help="as .json; the tables lie next to it, as .md")
+    args = parser.parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    name = args.name or args.model
+    settings = [FULL, *(setting for group in args.settings.split(",") for setting in GROUPS[group])]
+    model, tokenizer = mp.load_model(args.model, args.dtype), mp.load_tokenizer(args.model)
+    for form in tasks_of(args.tasks, name, args.families.split(";") if args.families else None):
+        asked = ASKED if "questions=" in form["task"] else 1
+        plan = EvalPlan(
+            name,
+            [Spec.parse(method) for method in dict.fromkeys(setting.method for setting in settings)],
+            [Spec.parse(form["task"])],
+            budgets=[budget for budget in dict.fromkeys(setting.budget for setting in settings) if budget] or None,
+            codecs=list(dict.fromkeys(setting.codec for setting in settings)),
+            protocols=(form["protocol"],),
+            samples=args.contexts * ASKED // asked,
+            seed=SEED,
+            batch_size=ASKED,
+            dtype=args.dtype,
+            only=settings,
+        )
+        folder, begun = args.out / name / f"{plan.samples}", time.process_time()
+        run(plan, model, tokenizer, folder)
+        records: dict[str, list[Record]] = {}
+        for record in read_samples(folder):
+            records.setdefault(record.cell, []).append(record)
+        fresh = [row_of(cell, form["family"], records[cell.key], model.dtype.itemsize) for cell in plan.cells()]
+        spent = round(time.process_time() - begun, 1)
+        _write(args.rows, name, fresh, {"dtype": args.dtype, "seed": SEED, "machine": asdict(describe_machine())})
+        print(f"{name}: {form['family']}: {len(fresh)} settings, {spent} CPU s", flush=True)
+
+
+def _write(path: Path, name: str, fresh: Sequence[dict[str, Any]], note: dict[str, Any]) -> None:
+    """Add rows to the results, in place of those of the same setting and task."""
+    report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"models": {}}
+    own = report["models"].setdefault(name, {"rows": []})
+    known = {json.dumps([row["setting"], row["task"], row["protocol"]]): row for row in own["rows"]}
+    known |= {json.dumps([row["setting"], row["task"], row["protocol"]]): row for row in fresh}
+    own |= {**note, "rows": list(known.values())}
+    path.write_text(_lines(report), encoding="utf-8")
+    path.with_suffix(".md").write_text(page(report), encoding="utf-8")
+
+
+def _lines(report: dict[str, Any]) -> str:
+    """The results as JSON, a row on each line."""
+    models = []
+    for name, own in report["models"].items():
+        note = json.dumps({key: value for key, value in own.items() if key != "rows"})
+        rows = ",\n".join(json.dumps(row) for row in own["rows"])
+        models.append(f'{json.dumps(name)}: {note[:-1]}, "rows": [\n{rows}\n]}}')
+    return '{"models": {\n' + ",\n".join(models) + "\n}}\n"
+
+
+if __name__ == "__main__":
+    main()
