@@ -114,13 +114,15 @@ def row_of(cell: Cell, family: str, records: Sequence[Record], width: int) -> di
 
 
 def kept(scores: Sequence[float], full: Sequence[float], seed: int = SEED) -> tuple[float, float, float]:
-    """The share of the full cache's score that a setting keeps, and its 95 % interval, over contexts.
+    """The share of the full cache's score that a setting keeps, and its 95 % interval, over contexts; NaN of nothing.
 
     Example:
         >>> kept([0.5, 1.0], [1.0, 1.0])[0]
         0.75
     """
     own, whole = np.array(scores), np.array(full)
+    if not whole.any():
+        return float("nan"), float("nan"), float("nan")
     drawn = np.random.default_rng(seed).integers(len(own), size=(RESAMPLES, len(own)))
     sums = whole[drawn].sum(1)
     low, high = np.percentile(own[drawn].sum(1)[sums > 0] / sums[sums > 0], [2.5, 97.5])

@@ -30,13 +30,14 @@ class PromptReconstruction:
         repeat: Settings of the repetition.
 
     Attributes:
+        settings: Settings of the repetition.
         running: Whether the text is being repeated.
     """
 
     def __init__(self, profile: ModelProfile, device: torch.device, repeat: PromptRepeat) -> None:
         self._decoder: Any = profile.modules[-1]
         self._device = device
-        self._settings = repeat
+        self.settings = repeat
         self._begins = torch.tensor(profile.begin_tokens or [-1])
         self._done = np.zeros(0, dtype=np.int64)  # (S,) tokens that were repeated, or evicted before
         self.running = False
@@ -47,32 +48,39 @@ class PromptReconstruction:
         Raises:
             OptionError: the tokens that wait may be rolled back.
         """
-        tracker, n_seq = cache.tracker, cache.tracker.n_seq
         if cache.draft_rollback.recording:
             raise OptionError(
                 "a prompt whose last tokens may be taken back, as in assisted generation, cannot be repeated; use "
                 "another method with it"
             )
+        seen = cache.tracker.seen.copy()
+        self._run_plans(cache, self.measure(cache))
+        self._done = seen
+
+    def measure(self, cache: LayerCaches) -> list[ReconstructionProbe]:
+        """Repeat the new tokens of all sequences; return what each layer received."""
+        tracker, n_seq = cache.tracker, cache.tracker.n_seq
         done = self._done if len(self._done) == n_seq else np.zeros(n_seq, dtype=np.int64)
         columns, seen = tracker.columns, tracker.seen.copy()
         done = np.maximum(done, self._n_begin_marks(tracker))
+        probes = []
         for layer_cache in cache.layer_caches:
-            layer_cache.probe = ReconstructionProbe(n_seq, layer_cache.stored.shape[1], int(seen.max()), self._device)
+            probe = ReconstructionProbe(n_seq, layer_cache.stored.shape[1], int(seen.max()), self._device)
+            layer_cache.probe = probe
+            probes.append(probe)
         self.running = True
         try:
-            for begin in range(0, int((seen - done).max()), self._settings.chunk):
+            for begin in range(0, int((seen - done).max()), self.settings.chunk):
                 first = np.minimum(done + begin, seen)
-                self._repeat(cache, first, np.minimum(first + self._settings.chunk, seen))
+                self._repeat(cache, first, np.minimum(first + self.settings.chunk, seen))
                 tracker.rewind(columns, seen)
                 for layer_cache in cache.layer_caches:
                     layer_cache.columns = columns
         finally:
             self.running = False
-            probes = [layer_cache.probe for layer_cache in cache.layer_caches]
             for layer_cache in cache.layer_caches:
                 layer_cache.probe = None
-        self._run_plans(cache, probes)
-        self._done = seen
+        return probes
 
     def select(self, sequences: list[int]) -> None:
         """Follow a selection of sequences."""
@@ -104,7 +112,7 @@ class PromptReconstruction:
     @torch.no_grad()
     def _repeat(self, cache: LayerCaches, first: np.ndarray, last: np.ndarray) -> None:
         """Run one pass over the tokens first..last-1 of each sequence, after the question."""
-        tracker, question = cache.tracker, self._settings.ids
+        tracker, question = cache.tracker, self.settings.ids
         assert tracker.tokens is not None, "token ids are kept for a policy that looks at them"
         assert question is not None, "the question is known before a cache uses it"
         lengths = np.where(last > first, last - first + len(question), 0)
@@ -127,7 +135,7 @@ class PromptReconstruction:
         )
 
     @no_autograd
-    def _run_plans(self, cache: LayerCaches, probes: list[ReconstructionProbe | None]) -> None:
+    def _run_plans(self, cache: LayerCaches, probes: list[ReconstructionProbe]) -> None:
         """Plan every layer; the plan of one may depend on the probes of all."""
         for layer_cache, probe in zip(cache.layer_caches, probes, strict=True):
             layer_cache.reconstruction = probe

@@ -18,14 +18,18 @@ from transformers import PreTrainedModel
 
 from millpond.cache.attention.paged import PagedAttention
 from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.state.reconstruction import ReconstructionProbe
 from millpond.cache.types import PromptChunk
 from millpond.hf.attention_inputs import AttentionInputs
 from millpond.hf.cache import MillpondCache
 from millpond.hf.grad_mode import no_autograd
 from millpond.hf.layer import MillpondLayer
 from millpond.hf.model_profile import ModelProfile
+from millpond.hf.protocol import LayerCaches
+from millpond.hf.signals.reconstruction import PromptReconstruction
 from millpond.kernels.args import AttentionShape
 from millpond.kernels.decode_rules import Reduce
+from millpond.policy.needs import PromptRepeat
 
 #: Bytes of a recording beyond which nothing is recorded, and each cache reads for itself.
 MOST_BYTES = 4 << 30
@@ -74,6 +78,7 @@ class PromptRecording:
         openings: tokens of the prompts. done: whether the pass was run.
         ids, mask: of the pass, (rows, columns). logits: (rows, vocabulary) after each row's newest token.
         layers: by number of the layer in the model; empty where recording was given up (`MOST_BYTES`).
+        repeated: what each layer received when the prompts were repeated (KVzip).
     """
 
     def __init__(self, openings: Openings) -> None:
@@ -81,6 +86,7 @@ class PromptRecording:
         self.logits = torch.empty(0)
         self.ids = self.mask = torch.empty(0, dtype=torch.long)
         self.layers: dict[int, LayerRecording] = {}
+        self.repeated: dict[PromptRepeat, list[ReconstructionProbe]] = {}
         self.done = self._given_up = False
 
     @contextmanager
@@ -173,7 +179,21 @@ class PromptRecording:
                 layer.draft_rollback.attend(layer.layer_cache, *given, hidden)
             finally:
                 undo()
+        if cache.rebuilder is not None:
+            self._watch_repetition(cache.rebuilder)
         cache.end_pass()
+
+    def _watch_repetition(self, rebuilder: PromptReconstruction) -> None:
+        """Let the repetition of the prompts be computed once; those of later turns are not of the prompts alone."""
+        compute = rebuilder.measure
+
+        def measure(cache: LayerCaches) -> list[ReconstructionProbe]:
+            del rebuilder.measure
+            if rebuilder.settings not in self.repeated:
+                self.repeated[rebuilder.settings] = compute(cache)
+            return self.repeated[rebuilder.settings]
+
+        rebuilder.measure = measure  # type: ignore[method-assign]
 
 
 class PromptRecordings:

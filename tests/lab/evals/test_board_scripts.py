@@ -1,0 +1,135 @@
+"""benchmarks/quality/board.py and default_choice.py: rows of a small model end to end, and the rule of the choice."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millpond_lab.evals.task import TASKS, task
+from tests.helpers.evals.small import TinyTask, save_tiny, tiny_samples
+
+QUALITY = Path(__file__).parents[3] / "benchmarks" / "quality"
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
+    monkeypatch.syspath_prepend(str(QUALITY))
+    return importlib.import_module("board"), importlib.import_module("default_choice")
+
+
+def report(**models: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Rows of each model: {setting: {"bytes": share, family: scores}}."""
+    return {
+        "models": {
+            name: {
+                "rows": [
+                    {"setting": setting.split(","), "family": family}
+                    | {"bytes": own["bytes"], "scores": scores, "task": "t", "protocol": "agnostic"}
+                    for setting, own in settings.items()
+                    for family, scores in own.items()
+                    if family != "bytes"
+                ]
+            }
+            for name, settings in models.items()
+        }
+    }
+
+
+def test_a_row_holds_the_mean_of_each_context_and_bytes_of_bf16(
+    tmp_path: Path, scripts: tuple[ModuleType, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board, _ = scripts
+    TASKS.names()
+
+    @task("tiny_texts")
+    def tiny_texts() -> TinyTask:
+        """Answers by decoding."""
+        return TinyTask(items=tiny_samples(3))
+
+    monkeypatch.setitem(board.GROUPS, "small", (board.Setting("h2o", "9"), board.Setting("tova", "9")))
+    model = save_tiny(tmp_path / "model")
+    form = {"family": "texts", "task": "tiny_texts", "protocol": "agnostic", "solved": True}
+    tasks, rows = tmp_path / "tasks.json", tmp_path / "rows.json"
+    tasks.write_text(json.dumps({"models": {"tiny": {"rows": [form]}}}))
+    given = ["--model", model, "--name", "tiny", "--dtype", "f32", "--tasks", str(tasks), "--settings", "small"]
+    more = ["--contexts", "1", "--out", str(tmp_path / "out"), "--rows", str(rows)]
+    monkeypatch.setattr(sys, "argv", ["board.py", *given, *more])
+    try:
+        board.main()
+        before = rows.read_text()
+        board.main()
+    finally:
+        del TASKS._entries["tiny_texts"]
+    assert rows.read_text() == before
+    own = json.loads(before)["models"]["tiny"]
+    assert [row["setting"] for row in own["rows"]] == [
+        ["full", "", "auto"],
+        ["h2o", "9", "auto"],
+        ["tova", "9", "auto"],
+    ]
+    full, h2o, _ = own["rows"]
+    assert len(full["scores"]) == 3
+    assert full["questions"] == 6
+    assert full["bytes"] >= 1
+    assert h2o["bytes"] < 0.8
+    assert "| `h2o 9` |" in rows.with_suffix(".md").read_text()
+
+
+def test_what_is_kept_is_a_ratio_of_sums_over_the_same_contexts(scripts: tuple[ModuleType, ModuleType]) -> None:
+    board, _ = scripts
+    generator = np.random.default_rng(1)
+    full = generator.integers(0, 5, 40) / 4
+    own = np.minimum(full, generator.integers(0, 5, 40) / 4)
+    mean, low, high = board.kept(own, full)
+    assert mean == pytest.approx(own.sum() / full.sum())
+    assert low < mean < high
+    assert board.kept(full, full) == (1, 1, 1)
+
+
+def test_the_fewest_bytes_that_keep_enough_on_every_task_are_chosen(scripts: tuple[ModuleType, ModuleType]) -> None:
+    _, choice = scripts
+    full = [1.0] * 40
+    even_lost = [0.5, 1.0] * 20  # as it is chosen
+    odd_lost = [1.0, 0.5] * 20
+    rows = report(
+        one={
+            "full,,auto": {"bytes": 1.0, "facts": full, "code": full},
+            "full,,int8": {"bytes": 0.54, "facts": full, "code": full},
+            "full,,int4": {"bytes": 0.30, "facts": full, "code": odd_lost},
+            "full,,rotated4": {"bytes": 0.29, "facts": full, "code": even_lost},
+            "snapkv,20%,auto": {"bytes": 0.2, "facts": full},
+        },
+        two={
+            "full,,auto": {"bytes": 1.0, "facts": full},
+            "full,,int8": {"bytes": 0.54, "facts": full},
+            "full,,int4": {"bytes": 0.30, "facts": full},
+            "full,,rotated4": {"bytes": 0.29, "facts": full},
+        },
+    )
+    found = choice.choose(rows)
+    assert found["default"] == choice.Setting("full", "", "int4")
+    assert found["held"] is False, "it loses half of the code on the contexts that judge"
+    assert found["presets"] == dict.fromkeys(("light", "balanced", "tiny"), choice.Setting("full", "", "int4"))
+    assert found["without rows of every task"] == ["snapkv 20%"]
+    worst = {choice.Setting(*row["setting"]): row["even"]["task"] for row in found["settings"]}
+    assert worst[choice.Setting("full", "", "rotated4")] == ("one", "code")
+    assert "**default** light balanced tiny" in choice.page(found)
+    assert choice.choose(rows, ["two"])["default"] == choice.Setting("full", "", "rotated4")
+
+
+def test_a_low_end_counts_for_the_default(scripts: tuple[ModuleType, ModuleType]) -> None:
+    _, choice = scripts
+    full, uneven = [1.0] * 8, [0.9, 1.0, *[1.0] * 6]
+    rows = report(one={"full,,auto": {"bytes": 1.0, "facts": full}, "full,,int4": {"bytes": 0.3, "facts": uneven}})
+    found = choice.choose(rows)
+    assert choice.judged(uneven_task := {("one", "facts"): uneven}, {("one", "facts"): full}, 0).mean == 0.975
+    assert choice.judged(uneven_task, {("one", "facts"): full}, 0).low < 0.93
+    assert found["default"] is None
+    assert found["presets"]["balanced"] == choice.Setting("full", "", "int4")
