@@ -76,7 +76,7 @@ def test_a_row_holds_the_mean_of_each_context_and_bytes_of_bf16(
     ]
     full, h2o, _ = own["rows"]
     assert len(full["scores"]) == 3
-    assert full["questions"] == 6
+    assert full["questions"] == 9
     assert full["bytes"] >= 1
     assert h2o["bytes"] < 0.8
     assert "| `h2o 9` |" in rows.with_suffix(".md").read_text()
