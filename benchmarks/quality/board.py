@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,29 +29,17 @@ from board_tasks import ASKED, SEED, solved
 
 import millpond as mp
 from millpond_lab.bench.common.machine import describe_machine
-from millpond_lab.bench.common.report import markdown_table
 from millpond_lab.evals.decoding.record import Cell, Record
 from millpond_lab.evals.harness.plan import EvalPlan
 from millpond_lab.evals.harness.run import run
 from millpond_lab.evals.harness.summary import by_sample, read_samples
+from millpond_lab.evals.report.board import FULL, Setting, board_page
 from millpond_lab.evals.spec import Spec
 
-#: Bytes of a number of the full cache that shares are of, and resamples of the contexts.
-WIDTH, RESAMPLES = 2, 4000
+#: Bytes of a number of the full cache that shares are of.
+WIDTH = 2
 
 
-class Setting(NamedTuple):
-    """Method with its options, budget ("" for none) and number format."""
-
-    method: str
-    budget: str = ""
-    codec: str = "auto"
-
-    def __str__(self) -> str:
-        return " ".join(part for part in (self.method, self.budget, "" if self.codec == "auto" else self.codec) if part)
-
-
-FULL = Setting("full")
 #: What a default could be, at most 55 % of the bytes: everything in few bits.
 DEFAULT: tuple[Setting, ...] = (
     Setting("full", codec="int8"),
@@ -108,53 +96,6 @@ def row_of(cell: Cell, family: str, records: Sequence[Record], width: int) -> di
         "bytes": float(np.mean([own[0].bf16_kv_bytes / whole for (_, own), whole in zip(each, full, strict=True)])),
         "scores": [round(float(np.mean([record.score for record in own])), 4) for _, own in each],
     }
-
-
-def kept(scores: Sequence[float], full: Sequence[float], seed: int = SEED) -> tuple[float, float, float]:
-    """The share of the full cache's score that a setting keeps, and its 95 % interval, over contexts; NaN of nothing.
-
-    Example:
-        >>> kept([0.5, 1.0], [1.0, 1.0])[0]
-        0.75
-    """
-    own, whole = np.array(scores), np.array(full)
-    if not whole.any():
-        return float("nan"), float("nan"), float("nan")
-    drawn = np.random.default_rng(seed).integers(len(own), size=(RESAMPLES, len(own)))
-    sums = whole[drawn].sum(1)
-    low, high = np.percentile(own[drawn].sum(1)[sums > 0] / sums[sums > 0], [2.5, 97.5])
-    return float(own.sum() / whole.sum()), float(low), float(high)
-
-
-def page(report: dict[str, Any]) -> str:
-    """A table for each model: what each setting keeps of the full cache's score on each task."""
-    parts = ["# The board: answers kept, of those of the full cache\n"]
-    for name, own in report["models"].items():
-        rows = own["rows"]
-        families = list(dict.fromkeys(row["family"] for row in rows))
-        full = {row["family"]: row for row in rows if row["setting"][0] == "full" and row["setting"][2] == "auto"}
-        lines = []
-        for setting in dict.fromkeys(tuple(row["setting"]) for row in rows):
-            mine = {row["family"]: row for row in rows if tuple(row["setting"]) == setting}
-            cells = []
-            for family in families:
-                row, whole = mine.get(family), full.get(family)
-                if row is None or whole is None or len(row["scores"]) != len(whole["scores"]):
-                    cells.append("")
-                elif row is whole:
-                    cells.append(f"score {np.mean(row['scores']):.2f}")
-                else:
-                    mean, low, high = kept(row["scores"], whole["scores"])
-                    cells.append(f"{mean:.2f} ({low:.2f} to {high:.2f})")
-            share = float(np.mean([row["bytes"] for row in mine.values()]))
-            lines.append((f"`{Setting(*setting)}`", f"{share:.1%}", *cells))
-        lines.sort(key=lambda line: -float(line[1][:-1]))
-        asked = {row["family"]: f"{row['questions']} on {len(row['scores'])}" for row in full.values()}
-        heads = ("setting", "bytes of bf16", *(f"{family} ({asked.get(family, '')})" for family in families))
-        tasks = "; ".join(f"{family}: `{full[family]['task']}`" for family in families if family in full)
-        note = f"Questions on contexts in brackets, then 95 % of the share kept. Tasks: {tasks}."
-        parts.append(f"## {name}\n\n{note}\n\n{markdown_table(heads, lines)}")
-    return "\n".join(parts)
 
 
 # ---------------------------------------------------------------------- running
@@ -216,7 +157,7 @@ def _write(path: Path, name: str, fresh: Sequence[dict[str, Any]], note: dict[st
     known |= {json.dumps([row["setting"], row["task"], row["protocol"]]): row for row in fresh}
     own |= {**note, "rows": list(known.values())}
     path.write_text(_lines(report), encoding="utf-8")
-    path.with_suffix(".md").write_text(page(report), encoding="utf-8")
+    path.with_suffix(".md").write_text(board_page(report), encoding="utf-8")
 
 
 def _lines(report: dict[str, Any]) -> str:

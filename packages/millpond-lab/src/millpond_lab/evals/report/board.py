@@ -1,0 +1,92 @@
+"""The board: what settings of the cache keep of the full cache's answers, at which share of its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from millpond_lab.bench.common.report import markdown_table
+
+#: Resamples of the contexts, and the seed that they are drawn by.
+RESAMPLES, SEED = 4000, 7
+
+
+class Setting(NamedTuple):
+    """Method with its options, budget ("" for none) and number format."""
+
+    method: str
+    budget: str = ""
+    codec: str = "auto"
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.method, self.budget, "" if self.codec == "auto" else self.codec) if part)
+
+
+FULL = Setting("full")
+#: A row of the board: setting, family, task, protocol, questions, failures, bytes, and the score of each context.
+BoardRow = Mapping[str, Any]
+
+
+def kept(scores: Sequence[float], full: Sequence[float], seed: int = SEED) -> tuple[float, float, float]:
+    """The share of the full cache's score that a setting keeps, and its 95 % interval, over contexts; NaN of nothing.
+
+    Example:
+        >>> kept([0.5, 1.0], [1.0, 1.0])[0]
+        0.75
+    """
+    own, whole = np.array(scores), np.array(full)
+    if not whole.any():
+        return float("nan"), float("nan"), float("nan")
+    drawn = np.random.default_rng(seed).integers(len(own), size=(RESAMPLES, len(own)))
+    sums = whole[drawn].sum(1)
+    low, high = np.percentile(own[drawn].sum(1)[sums > 0] / sums[sums > 0], [2.5, 97.5])
+    return float(own.sum() / whole.sum()), float(low), float(high)
+
+
+def board_table(rows: Sequence[BoardRow]) -> str:
+    """A table of one model's rows: what each setting keeps of the full cache's score on each task."""
+    families = list(dict.fromkeys(row["family"] for row in rows))
+    full = {row["family"]: row for row in rows if Setting(*row["setting"]) == FULL}
+    lines = []
+    for setting in dict.fromkeys(Setting(*row["setting"]) for row in rows):
+        mine = {row["family"]: row for row in rows if Setting(*row["setting"]) == setting}
+        cells = [_cell(mine.get(family), full.get(family)) for family in families]
+        lines.append((mean_bytes(list(mine.values())), setting, cells))
+    lines.sort(key=lambda line: -line[0])
+    asked = {row["family"]: f"{row['questions']} on {len(row['scores'])}" for row in full.values()}
+    heads = ("setting", "bytes of bf16", *(f"{family} ({asked.get(family, '')})" for family in families))
+    return markdown_table(heads, [(f"`{setting}`", f"{share:.1%}", *cells) for share, setting, cells in lines])
+
+
+def mean_bytes(rows: Sequence[BoardRow]) -> float:
+    """The mean share of the bytes over rows."""
+    return float(np.mean([row["bytes"] for row in rows]))
+
+
+def _cell(row: BoardRow | None, whole: BoardRow | None) -> str:
+    if row is None or whole is None or len(row["scores"]) != len(whole["scores"]):
+        return ""
+    if row is whole:
+        return f"score {np.mean(row['scores']):.2f}"
+    mean, low, high = kept(row["scores"], whole["scores"])
+    return f"{mean:.2f} ({low:.2f} to {high:.2f})"
+
+
+def board_page(report: Mapping[str, Any]) -> str:
+    """A section for each model of the results of `benchmarks/quality/board.py`."""
+    parts = [
+        "# The board\n\nShares of the full cache's score that settings keep, and their 95 % intervals (bootstrap over "
+        "contexts); in the heads, questions on contexts. No setting has seen a question when it compresses a context, "
+        "except that `turns` asks one after another. Bytes: of a bf16 cache that keeps everything, where the first "
+        "question begins."
+    ]
+    for name, own in report["models"].items():
+        tasks = {row["family"]: f"{row['family']}: `{row['task']}`, {row['protocol']}" for row in own["rows"]}
+        machine = own["machine"]
+        note = (
+            f"Computed in {own['dtype']} on {machine['cpu']}, seed {own['seed']}. Tasks: {'; '.join(tasks.values())}."
+        )
+        parts.append(f"## {name}\n\n{note}\n\n{board_table(own['rows'])}")
+    return "\n\n".join(part.strip() for part in parts) + "\n"
