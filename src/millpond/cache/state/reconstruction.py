@@ -93,7 +93,7 @@ def _largest_seen(
     shape: AttentionShape,
     log_masses: Tensor | None,
 ) -> Tensor:
-    """Return the largest attention to each key, (H, N), of the queries that see it; 0 where none does."""
+    """Return the largest attention to each key, (H, N), of queries that see it; 0 for none."""
     n_heads, dtype = len(keys), wide(q.dtype)
     largest = torch.zeros(positions.shape, dtype=dtype, device=q.device)
     for begin in range(0, q.shape[1], BLOCK):

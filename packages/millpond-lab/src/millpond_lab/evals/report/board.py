@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from millpond_lab.bench.common.report import markdown_table
+from millpond_lab.evals.report.leaderboard import markdown_table
 
 #: Resamples of the contexts, and the seed that they are drawn by.
 RESAMPLES, SEED = 4000, 7

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from millpond_lab.bench.common.report import markdown_table
 from millpond_lab.evals.report.board import FULL, BoardRow, Setting, kept, mean_bytes
+from millpond_lab.evals.report.leaderboard import markdown_table
 
 #: Least share of the full cache's score that a default keeps on each task, and least lower end of its interval.
 LEAST, LEAST_LOW = 0.97, 0.93
