@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from generated.api_page import api_page
+from generated.board_page import board, board_summary
 from generated.cli_page import cli_page
 from generated.gpu_tables import gpu_section
 from generated.gpu_tables import read as read_gpu_rows
@@ -83,7 +84,9 @@ def pages() -> dict[Path, str]:
     texts[reference / "api.md"] = NOTE + api_page()
     texts[reference / "papers.md"] = NOTE + papers_page(method_panels, [read_rows(CODECS), read_rows(MORE_CODECS)])
     readme = ROOT / "README.md"
-    texts[readme] = fill(readme.read_text(encoding="utf-8"), "saves", savings())
+    saves = fill(readme.read_text(encoding="utf-8"), "saves", savings())
+    texts[readme] = fill(saves, "board", board_summary())
+    texts[ROOT / "docs" / "board.md"] = NOTE + board()
     speed = fill(SPEED.read_text(encoding="utf-8"), "results", result_table())
     texts[SPEED] = fill(speed, "gpu", gpu_section(read_gpu_rows(GPU_ROWS)))
     codecs = fill_figures(CODECS_PAGE.read_text(encoding="utf-8"), format_figures())

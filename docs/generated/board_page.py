@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
-from generated.results import RESULTS
-from millpond_lab.evals.report.board import board_page
+from generated.results import read
+from millpond_lab.evals.report.board import board_page, summary_table
 from millpond_lab.evals.report.default_choice import choice_table, choose
 
-ROWS = RESULTS / "board.json"
+#: Models of the README's table, as it names them.
+NAMES = {"smollm2-135m": "SmolLM2-135M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B"}
 
 
 def board() -> str:
     """The page: what every setting keeps, and what is chosen by that."""
-    report: dict[str, Any] = json.loads(ROWS.read_text(encoding="utf-8"))
+    report = read("board")
     chosen = choice_table(choose(report)).replace("# The default", "## What is chosen")
     return f"{board_page(report)}\n{chosen}"
+
+
+def board_summary() -> str:
+    """The table of both models."""
+    return summary_table(read("board"), NAMES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -54,6 +54,15 @@ class Candidate(Protocol):
         The batch holds the tokens of the first pass (`Prompt.opening`), the questions, and the references: a
         candidate that looks ahead may run the model on them before it opens the cache.
         """
+        ...
+
+
+@runtime_checkable
+class Claims(Protocol):
+    """A candidate that stores plain numbers for codes that it only works out."""
+
+    def claims(self, cache: MillpondCache) -> float:
+        """The share of a bf16 cache's bytes that the codes would take."""
         ...
 
 

@@ -11,6 +11,8 @@ Protocol = Literal["aware", "agnostic", "turns"]
 
 #: In `extra`: the share of entries that attention is let see, where the others were hidden and not freed.
 PRETENDED = "pretended_share"
+#: In `extra`: the share of a bf16 cache's bytes that codes would take which were only worked out, and not stored.
+CLAIMED = "claimed_share"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from millpond.errors import BudgetError, NumericsError, PoolFullError, UnsupportedModelError
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
-from millpond_lab.evals.candidates.candidate import Candidate
+from millpond_lab.evals.candidates.candidate import Candidate, Claims
 from millpond_lab.evals.decoding.batch import BatchReader, EncodedPrompt, EncodedQuestion, Held, PromptBatch, Tokens
 from millpond_lab.evals.decoding.greedy_decode import Answer, decode, end_tokens
 from millpond_lab.evals.decoding.likelihood import Fidelity, ScoredChoice, choose, compare, token_logprobs
 from millpond_lab.evals.decoding.prompt_recording import PromptRecording, PromptRecordings
-from millpond_lab.evals.decoding.record import Record
+from millpond_lab.evals.decoding.record import CLAIMED, Record
 from millpond_lab.evals.harness.attention_loss import attention_losses, kept_positions
 from millpond_lab.evals.task import Task
 
@@ -181,6 +181,7 @@ class Evaluator:
             if batch.kind == "fidelity":
                 full = stack.enter_context(compress(self.model, "full"))
                 readers.append(BatchReader(self.model, full, openings, recording))
+            claimed = {CLAIMED: self.candidate.claims(cache)} if isinstance(self.candidate, Claims) else {}
             for reader in readers:
                 reader.write([prompt.written for prompt in batch.prompts])
             for turns in rounds(readers, batch, self.limit):
@@ -190,7 +191,7 @@ class Evaluator:
                     if turn is not None:
                         self._record(turn, result or self._zero_result(turn.asked, turn.failure), records)
                         name = turn.prompt.sample.id, turn.asked.index
-                        records[name].extra.update(losses.get(name, {}))
+                        records[name].extra.update(losses.get(name, {}) | claimed)
 
     def _recording(self, openings: Sequence[Tokens]) -> PromptRecording | None:
         """What is known of the first pass; it is run here if it is not yet."""

@@ -90,3 +90,30 @@ def board_page(report: Mapping[str, Any]) -> str:
         )
         parts.append(f"## {name}\n\n{note}\n\n{board_table(own['rows'])}")
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def summary_table(report: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    """One table of all models: what each setting keeps that has rows of every task of every model.
+
+    Args:
+        names: of the models, as their columns show them.
+    """
+    rows: dict[tuple[str, str], dict[Setting, BoardRow]] = {
+        (name, row["family"]): {} for name in names for row in report["models"][name]["rows"]
+    }
+    for (name, family), own in rows.items():
+        for row in report["models"][name]["rows"]:
+            if row["family"] == family:
+                own[Setting(*row["setting"])] = row
+    whole = [setting for setting in next(iter(rows.values())) if all(setting in own for own in rows.values())]
+    lines = [
+        (
+            mean_bytes([own[setting] for own in rows.values()]),
+            setting,
+            [_cell(own[setting], own[FULL]) for own in rows.values()],
+        )
+        for setting in whole
+    ]
+    lines.sort(key=lambda line: -line[0])
+    heads = ("setting", "bytes", *(f"{names[name]}: {family}" for name, family in rows))
+    return markdown_table(heads, [(f"`{setting}`", f"{share:.0%}", *cells) for share, setting, cells in lines])
