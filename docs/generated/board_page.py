@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 from generated.results import read
-from millpond_lab.evals.report.board import board_page, summary_table
+from millpond.presets import DEFAULT_PRESET, PRESETS
+from millpond_lab.evals.report.board import Setting, board_page, summary_table
 from millpond_lab.evals.report.default_choice import choice_table, choose
 
 #: Models of the README's table, as it names them.
 NAMES = {"smollm2-135m": "SmolLM2-135M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B"}
 
+#: Families of tasks that each model should have rows of before a default is changed by them.
+FAMILIES = 6
+
 
 def board() -> str:
     """The page: what every setting keeps, and what is chosen by that."""
     report = read("board")
-    chosen = choice_table(choose(report)).replace("# The default", "## What is chosen")
-    return f"{board_page(report)}\n{chosen}"
+    chosen = choose(report)
+    families = {one["family"] for one in chosen["tasks"]}
+    table = choice_table(chosen).replace("# The default", "## What the rule chooses")
+    note = (
+        f"The rule wants {FAMILIES} families of tasks, and {len(families)} has rows; until then the package's presets "
+        "stay as they are."
+        if len(families) == 1
+        else f"Families of tasks with rows: {len(families)}; the rule wants {FAMILIES}."
+    )
+    return f"{board_page(report)}\n{table}\n{note}\n"
 
 
 def board_summary() -> str:
-    """The table of both models."""
-    return summary_table(read("board"), NAMES)
+    """The table of both models, with the presets named."""
+    table = summary_table(read("board"), NAMES)
+    for name, preset in PRESETS.items():
+        setting = Setting(preset["method"], preset.get("budget", ""), preset["codec"])
+        default = ", the default" if name == DEFAULT_PRESET else ""
+        table = table.replace(f"| `{setting}` |", f"| `{setting}`: preset `{name}`{default} |")
+    return table
