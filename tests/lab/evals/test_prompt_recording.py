@@ -126,6 +126,17 @@ def test_nothing_is_recorded_beyond_the_most_bytes(monkeypatch: pytest.MonkeyPat
     assert seen == [max(map(len, OPENINGS))]
 
 
+def test_a_run_tries_once_to_record_what_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_recording, "MOST_BYTES", 100)
+    task, shared = TinyTask(items=tiny_samples(3)), PromptRecordings(hidden=False)
+    model = tiny_model()
+    with passes(model) as alone:
+        expected = examined(task, "h2o", "9", "agnostic", size=3, model=model)
+    with passes(model) as seen:
+        assert examined(task, "h2o", "9", "agnostic", size=3, model=model, recordings=shared) == expected
+    assert len(seen) == len(alone) + 1
+
+
 @pytest.mark.parametrize("protocol", ["aware", "agnostic", "turns"])
 @pytest.mark.parametrize("kind", ["generate", "choice", "perplexity", "fidelity"])
 def test_records_are_those_without_recordings(kind: Any, protocol: Protocol) -> None:

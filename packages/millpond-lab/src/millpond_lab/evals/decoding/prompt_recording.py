@@ -75,9 +75,9 @@ class PromptRecording:
     """The first pass of some prompts, recorded with the full cache.
 
     Attributes:
-        openings: tokens of the prompts. done: whether the pass was run.
+        openings: tokens of the prompts. done: whether the pass was run. given_up: whether it takes too many bytes.
         ids, mask: of the pass, (rows, columns). logits: (rows, vocabulary) after each row's newest token.
-        layers: by number of the layer in the model; empty where recording was given up (`MOST_BYTES`).
+        layers: by number of the layer in the model; empty where recording was given up.
         repeated: what each layer received when the prompts were repeated (KVzip).
     """
 
@@ -87,7 +87,7 @@ class PromptRecording:
         self.ids = self.mask = torch.empty(0, dtype=torch.long)
         self.layers: dict[int, LayerRecording] = {}
         self.repeated: dict[PromptRepeat, list[ReconstructionProbe]] = {}
-        self.done = self._given_up = False
+        self.done = self.given_up = False
 
     @contextmanager
     def of(self, model: PreTrainedModel, cache: MillpondCache, hidden: bool) -> Iterator[None]:
@@ -121,8 +121,8 @@ class PromptRecording:
         self.ids, self.mask, self.logits = reader.ids, reader.mask, reader.logits
 
     def _keep(self, layer: int, recording: LayerRecording, n_layers: int) -> None:
-        self._given_up |= recording.nbytes * n_layers > MOST_BYTES
-        if self._given_up:
+        self.given_up |= recording.nbytes * n_layers > MOST_BYTES
+        if self.given_up:
             self.layers.clear()
         else:
             self.layers[layer] = recording
@@ -207,9 +207,14 @@ class PromptRecordings:
         self.hidden = hidden
         self._newest: PromptRecording | None = None
 
-    def of(self, openings: Sequence[Sequence[int]]) -> PromptRecording:
-        """The recording of these prompts: a new one, to be made, where they are not those of the last call."""
+    def of(self, openings: Sequence[Sequence[int]]) -> PromptRecording | None:
+        """The recording of these prompts: a new one, to be made, where they are not those of the last call.
+
+        None where the last one was given up: then those to come, of prompts of the same task, would be too.
+        """
         wanted = tuple(tuple(opening) for opening in openings)
+        if self._newest is not None and self._newest.given_up:
+            return None
         if self._newest is None or self._newest.openings != wanted:
             self._newest = None  # free the last one first
             self._newest = PromptRecording(wanted)

@@ -198,7 +198,7 @@ class Evaluator:
         if self.recordings is None:
             return None
         recording = self.recordings.of(openings)
-        if not recording.done:
+        if recording is not None and not recording.done:
             with compress(self.model, "full") as cache, recording.of(self.model, cache, self.recordings.hidden):
                 recording.take(BatchReader(self.model, cache, openings))
         return recording
