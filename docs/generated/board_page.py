@@ -26,7 +26,8 @@ def board() -> str:
         if len(families) == 1
         else f"Families of tasks with rows: {len(families)}; the rule wants {FAMILIES}."
     )
-    return f"{board_page(report)}\n{table}\n{note}\n"
+    made = "`benchmarks/quality/board.sh` makes the rows, and `board.sh quick` a few of them in minutes."
+    return f"{board_page(report)}\n{table}\n{note}\n{made}\n"
 
 
 def board_summary() -> str:

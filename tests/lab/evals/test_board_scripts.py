@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -131,3 +133,46 @@ def test_a_low_end_counts_for_the_default() -> None:
     assert judged(uneven_task, {("one", "facts"): full}, 0).low < 0.93
     assert found["default"] is None
     assert found["presets"]["balanced"] == Setting("full", "", "int4")
+
+
+PROGRAM = """#!/bin/sh
+printf "%s|" "$@" >> "$LOG"
+echo >> "$LOG"
+"""
+
+
+def calls(folder: Path, *parts: str) -> list[list[str]]:
+    """What board.sh runs: the arguments of each call of Python."""
+    (folder / "python").write_text(PROGRAM, encoding="utf-8")
+    (folder / "python").chmod(0o755)
+    known = {"PATH": os.environ["PATH"], "BIN": str(folder), "LOG": str(folder / "log"), "OUT": str(folder / "out")}
+    known |= {"MODELS": "one=a two=b/c", "ROWS": str(folder), "DTYPE": "f32"}
+    subprocess.run(["sh", str(QUALITY / "board.sh"), *parts], env=known, check=True)
+    lines = (folder / "log").read_text(encoding="utf-8").splitlines()
+    return [line.strip("|").split("|")[2:] if line.startswith("-W") else line.strip("|").split("|") for line in lines]
+
+
+def test_the_script_runs_each_model_and_then_the_choice(tmp_path: Path) -> None:
+    found = calls(tmp_path, "default")
+    assert [call[0].rsplit("/")[-1] for call in found] == ["board.py", "board.py", "default_choice.py"]
+    assert [call[1:7] for call in found[:2]] == [
+        ["--name", "one", "--model", "a", "--dtype", "f32"],
+        ["--name", "two", "--model", "b/c", "--dtype", "f32"],
+    ]
+    assert found[0][found[0].index("--settings") + 1] == "default"
+    assert found[0][found[0].index("--tasks") + 1] == str(tmp_path / "board-tasks.json")
+    assert found[2][1:] == ["--rows", f"{tmp_path}/board.json", "--out", f"{tmp_path}/default-choice.json"]
+
+
+def test_the_quick_form_takes_short_texts_and_writes_beside_its_answers(tmp_path: Path) -> None:
+    found = calls(tmp_path)
+    assert len(found) == 5
+    for call in found[:2]:
+        assert call[call.index("--longest") + 1] == "1024"
+    assert all(str(tmp_path / "out" / "quick") in " ".join(call) for call in found)
+
+
+def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        calls(tmp_path, "everything")
+    assert failed.value.returncode == 2

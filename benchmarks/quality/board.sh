@@ -1,0 +1,49 @@
+#!/bin/sh
+# The board: which tasks the models solve, and what settings of the cache keep of the answers. Goes on where it stopped.
+#
+#   benchmarks/quality/board.sh quick            # one model, 1,024 tokens, two contexts: minutes
+#   benchmarks/quality/board.sh tasks            # which tasks are solved, 25 contexts each
+#   benchmarks/quality/board.sh default          # settings that a default could have, and the choice
+#   benchmarks/quality/board.sh evicting formats equal
+#
+# MODELS: names and places, "smollm2-135m=smollm2-135m qwen2.5-coder-0.5b=FOLDER". DTYPE: of the models; f32 where the
+# CPU has no bf16. Each runs on one core.
+set -eu
+cd "$(dirname "$0")/../.."
+BIN=${BIN:-.venv/bin}
+DTYPE=${DTYPE:-bf16}
+MODELS=${MODELS:-"smollm2-135m=smollm2-135m"}
+OUT=${OUT:-out/board}
+ROWS=${ROWS:-benchmarks/results}
+export OMP_NUM_THREADS=1
+
+# a script with the same options for each model
+each() {
+    script=$1
+    shift
+    for pair in $MODELS; do
+        "$BIN/python" -W ignore "benchmarks/quality/$script" \
+            --name "${pair%%=*}" --model "${pair#*=}" --dtype "$DTYPE" --out "$OUT" "$@"
+    done
+}
+
+for part in "${@:-quick}"; do
+    case $part in
+    quick)
+        OUT=$OUT/quick
+        mkdir -p "$OUT"
+        each board_tasks.py --longest 1024 --contexts 2 --families "facts in prose;chat facts" --rows "$OUT/tasks.json"
+        each board.py --tasks "$OUT/tasks.json" --contexts 2 --settings default --rows "$OUT/board.json"
+        "$BIN/python" benchmarks/quality/default_choice.py --rows "$OUT/board.json" --out "$OUT/choice.json"
+        ;;
+    tasks) each board_tasks.py --rows "$ROWS/board-tasks.json" ;;
+    default | evicting | formats | equal)
+        each board.py --tasks "$ROWS/board-tasks.json" --settings "$part" --rows "$ROWS/board.json"
+        "$BIN/python" benchmarks/quality/default_choice.py --rows "$ROWS/board.json" --out "$ROWS/default-choice.json"
+        ;;
+    *)
+        echo "board.sh: $part is none of quick, tasks, default, evicting, formats, equal" >&2
+        exit 2
+        ;;
+    esac
+done
