@@ -71,8 +71,10 @@ METHODS = (
     "streaming",
     "kvzip",
 )
-#: Number formats alone, at about 30, 20 and 15 % of the bytes; what `turboquant` takes is claimed and not stored.
+#: Number formats alone; what `turboquant` takes is claimed and not stored. Those of texts that wait or travel.
 FORMATS: tuple[Setting, ...] = (
+    Setting("stored:bits=1.5"),
+    Setting("stored:bits=1"),
     Setting("turboquant:bits=4"),
     Setting("turboquant:bits=4:unbiased=true"),
     Setting("turboquant:bits=3"),
@@ -105,6 +107,14 @@ def row_of(cell: Cell, family: str, records: Sequence[Record], width: int) -> di
         "bytes": float(np.mean(shares)),
         "scores": [round(float(np.mean([record.score for record in own])), 4) for _, own in each],
     }
+
+
+def rows_of(plan: EvalPlan, family: str, folder: Path, width: int) -> list[dict[str, Any]]:
+    """A row for each setting of which contexts were answered in full: the first ones, as they are read in order."""
+    records: dict[str, list[Record]] = {}
+    for record in read_samples(folder):
+        records.setdefault(record.cell, []).append(record)
+    return [row_of(cell, family, records[cell.key], width) for cell in plan.cells() if records.get(cell.key)]
 
 
 # ---------------------------------------------------------------------- running
@@ -148,14 +158,12 @@ def main() -> None:
             only=settings,
         )
         folder, begun = args.out / name / f"{plan.samples}", time.process_time()
-        run(plan, model, tokenizer, folder)
-        records: dict[str, list[Record]] = {}
-        for record in read_samples(folder):
-            records.setdefault(record.cell, []).append(record)
-        fresh = [row_of(cell, form["family"], records[cell.key], model.dtype.itemsize) for cell in plan.cells()]
-        spent = round(time.process_time() - begun, 1)
-        _write(args.rows, name, fresh, {"dtype": args.dtype, "seed": SEED, "machine": asdict(describe_machine())})
-        print(f"{name}: {form['family']}: {len(fresh)} settings, {spent} CPU s", flush=True)
+        try:
+            run(plan, model, tokenizer, folder)
+        finally:  # what an interrupted run has answered is kept too
+            fresh = rows_of(plan, form["family"], folder, model.dtype.itemsize)
+            _write(args.rows, name, fresh, {"dtype": args.dtype, "seed": SEED, "machine": asdict(describe_machine())})
+        print(f"{name}: {form['family']}: {len(fresh)} settings, {time.process_time() - begun:.0f} CPU s", flush=True)
 
 
 def _write(path: Path, name: str, fresh: Sequence[dict[str, Any]], note: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.budget import Budget
@@ -63,6 +64,18 @@ class Claims(Protocol):
 
     def claims(self, cache: MillpondCache) -> float:
         """The share of a bf16 cache's bytes that the codes would take."""
+        ...
+
+
+@runtime_checkable
+class Restores(Protocol):
+    """A candidate that stores each prompt when it was read, and answers from what was restored."""
+
+    def restored(self, model: PreTrainedModel, cache: MillpondCache, ids: Tensor) -> tuple[MillpondCache, float]:
+        """Another cache after the one text of `cache`, ids (1, n), and the share of a bf16 cache that was stored.
+
+        The caller closes it.
+        """
         ...
 
 

@@ -288,7 +288,7 @@ class BatchReader:
     def _recorded(self, recording: PromptRecording) -> None:
         """Read the openings as they were recorded."""
         recording.give(self.cache)
-        self.mask, self.logits = recording.mask, recording.logits
+        self.ids, self.mask, self.logits = recording.ids, recording.mask, recording.logits
         self.seen = [len(opening) for opening in recording.openings]
 
     def _pass(self, tokens: Sequence[Sequence[int]]) -> None:

@@ -174,8 +174,10 @@ class PromptRecording:
             layer = layers[number]
             undo = self._watch(layer.layer_cache.attention, number)
             hidden = recording.hidden if cache.policy.reads_hidden else None
+            given = (recording.q, recording.k, recording.v, recording.mask, recording.shape)
+            if layer.observer is not None:
+                layer.observer(number, *given)
             try:
-                given = (recording.q, recording.k, recording.v, recording.mask, recording.shape)
                 layer.draft_rollback.attend(layer.layer_cache, *given, hidden)
             finally:
                 undo()

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from millpond.errors import BudgetError, NumericsError, PoolFullError, UnsupportedModelError
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
-from millpond_lab.evals.candidates.candidate import Candidate, Claims
+from millpond_lab.evals.candidates.candidate import Candidate, Claims, Restores
 from millpond_lab.evals.decoding.batch import BatchReader, EncodedPrompt, EncodedQuestion, Held, PromptBatch, Tokens
 from millpond_lab.evals.decoding.greedy_decode import Answer, decode, end_tokens
 from millpond_lab.evals.decoding.likelihood import Fidelity, ScoredChoice, choose, compare, token_logprobs
@@ -159,6 +159,10 @@ class Evaluator:
         return ""
 
     def _together(self, batch: PromptBatch, records: dict[tuple[str, int], Record]) -> None:
+        if isinstance(self.candidate, Restores) and len(batch.prompts) > 1:  # a file holds one text
+            for alone in batch.alone():
+                self._together(alone, records)
+            return
         done: dict[tuple[str, int], Record] = {}
         try:
             self._run(batch, done)
@@ -182,6 +186,9 @@ class Evaluator:
                 full = stack.enter_context(compress(self.model, "full"))
                 readers.append(BatchReader(self.model, full, openings, recording))
             claimed = {CLAIMED: self.candidate.claims(cache)} if isinstance(self.candidate, Claims) else {}
+            if isinstance(self.candidate, Restores):
+                restored, claimed[CLAIMED] = self.candidate.restored(self.model, cache, readers[0].ids)
+                readers[0].cache = stack.enter_context(restored)
             for reader in readers:
                 reader.write([prompt.written for prompt in batch.prompts])
             for turns in rounds(readers, batch, self.limit):

@@ -66,12 +66,15 @@ def mean_bytes(rows: Sequence[BoardRow]) -> float:
 
 
 def _cell(row: BoardRow | None, whole: BoardRow | None) -> str:
-    if row is None or whole is None or len(row["scores"]) != len(whole["scores"]):
+    """The share kept with its interval; of fewer contexts than the full cache has, with their number."""
+    if row is None or whole is None or len(row["scores"]) > len(whole["scores"]):
         return ""
     if row is whole:
         return f"score {np.mean(row['scores']):.2f}"
-    mean, low, high = kept(row["scores"], whole["scores"])
-    return f"{mean:.2f} ({low:.2f} to {high:.2f})"
+    n = len(row["scores"])
+    mean, low, high = kept(row["scores"], whole["scores"][:n])
+    fewer = "" if n == len(whole["scores"]) else f", {n} contexts"
+    return f"{mean:.2f} ({low:.2f} to {high:.2f}{fewer})"
 
 
 def board_page(report: Mapping[str, Any]) -> str:
@@ -93,7 +96,7 @@ def board_page(report: Mapping[str, Any]) -> str:
 
 
 def summary_table(report: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    """One table of all models: what each setting keeps that has rows of every task of every model.
+    """One table of all models: what each setting keeps that has all rows of every task of every model.
 
     Args:
         names: of the models, as their columns show them.
@@ -105,7 +108,7 @@ def summary_table(report: Mapping[str, Any], names: Mapping[str, str]) -> str:
         for row in report["models"][name]["rows"]:
             if row["family"] == family:
                 own[Setting(*row["setting"])] = row
-    whole = [setting for setting in next(iter(rows.values())) if all(setting in own for own in rows.values())]
+    whole = [setting for setting in next(iter(rows.values())) if all(_complete(own, setting) for own in rows.values())]
     lines = [
         (
             mean_bytes([own[setting] for own in rows.values()]),
@@ -117,3 +120,7 @@ def summary_table(report: Mapping[str, Any], names: Mapping[str, str]) -> str:
     lines.sort(key=lambda line: -line[0])
     heads = ("setting", "bytes", *(f"{names[name]}: {family}" for name, family in rows))
     return markdown_table(heads, [(f"`{setting}`", f"{share:.0%}", *cells) for share, setting, cells in lines])
+
+
+def _complete(own: Mapping[Setting, BoardRow], setting: Setting) -> bool:
+    return setting in own and len(own[setting]["scores"]) == len(own[FULL]["scores"])

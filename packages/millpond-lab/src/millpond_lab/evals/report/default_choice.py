@@ -54,7 +54,7 @@ def scores_of(report: Mapping[str, Any]) -> tuple[dict[Setting, dict[Task, list[
 
 def judged(own: dict[Task, list[float]], full: dict[Task, list[float]], half: int) -> Judged:
     """What a setting keeps on the even (0) or odd (1) contexts, on its worst task."""
-    each = {task: kept(own[task][half::2], full[task][half : len(own[task]) : 2]) for task in full}
+    each = {task: kept(own[task][half::2], full[task][half::2]) for task in full}
     worst = min(each, key=lambda task: each[task][0])
     return Judged(each[worst][0], min(low for _, low, _ in each.values()), worst)
 
@@ -73,7 +73,11 @@ def choose(report: Mapping[str, Any], models: Sequence[str] | None = None) -> di
         for task, own in scores[FULL].items()
         if (models is None or task[0] in models) and sum(own) >= SOLVED * len(own)
     }
-    complete = [s for s, own in scores.items() if s != FULL and all(task in own for task in full)]
+    complete = [
+        setting
+        for setting, own in scores.items()
+        if setting != FULL and all(len(own.get(task, ())) == len(whole) for task, whole in full.items())
+    ]
     halves = [{setting: judged(scores[setting], full, half) for setting in complete} for half in (0, 1)]
     default = chosen(halves[0], shares, LEAST, LEAST_LOW)
     return {
