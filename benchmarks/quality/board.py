@@ -71,10 +71,10 @@ METHODS = (
     "streaming",
     "kvzip",
 )
-#: Number formats alone; what `turboquant` takes is claimed and not stored. Those of texts that wait or travel.
+#: Texts that wait or travel in a storage codec, about 12, 11 and 9 % of the bytes.
+STORED: tuple[Setting, ...] = tuple(Setting(f"stored:bits={bits:g}") for bits in (1.5, 1.25, 1))
+#: Number formats alone; what `turboquant` takes is claimed and not stored.
 FORMATS: tuple[Setting, ...] = (
-    Setting("stored:bits=1.5"),
-    Setting("stored:bits=1"),
     Setting("turboquant:bits=4"),
     Setting("turboquant:bits=4:unbiased=true"),
     Setting("turboquant:bits=3"),
@@ -84,7 +84,7 @@ FORMATS: tuple[Setting, ...] = (
 )
 #: Shares of the entries that take 20, 10 and 5 % of the bytes in plain numbers.
 EQUAL: tuple[Setting, ...] = tuple(Setting(method, budget) for budget in ("20%", "10%", "5%") for method in METHODS)
-GROUPS = {"default": DEFAULT, "evicting": EVICTING, "formats": FORMATS, "equal": EQUAL}
+GROUPS = {"default": DEFAULT, "stored": STORED, "evicting": EVICTING, "formats": FORMATS, "equal": EQUAL}
 
 # ---------------------------------------------------------------------- rows
 
