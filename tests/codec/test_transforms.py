@@ -96,3 +96,16 @@ def test_kept_counts_are_multiples_of_sixteen() -> None:
     assert kept_channels(torch.rand(2, 64), 0.0).tolist() == [list(range(64))] * 2
     with pytest.raises(OptionError, match="ratio=1"):
         kept_channels(torch.rand(1, 64), 1.0)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 2048, 2049])
+def test_a_rotation_leaves_its_argument_and_has_the_same_bits_whatever_is_rotated_with_it(rows: int) -> None:
+    x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(4))
+    before = x.clone()
+    turned = rotate(x)
+    torch.testing.assert_close(x, before, rtol=0, atol=0)
+    torch.testing.assert_close(turned, x @ hadamard(64), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rotate(x[-1:]), turned[-1:], rtol=0, atol=0)
+    with torch.inference_mode():
+        inside = rotate(x[:1])
+    torch.testing.assert_close(rotate(inside), x[:1], rtol=1e-5, atol=1e-5)  # its memory is that of inference mode

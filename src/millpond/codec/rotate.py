@@ -91,7 +91,8 @@ def _transformed(x: Tensor) -> Tensor:
     flat = x.float().reshape(-1, block)
     rotated = torch.empty_like(flat)
     for begin in range(0, len(flat), ROWS):
-        rows = flat[begin : begin + ROWS].t().contiguous()  # channels first: whole rows are added
+        # a copy, channels first: whole rows are added
+        rows = flat[begin : begin + ROWS].t().clone(memory_format=torch.contiguous_format)
         other, half = torch.empty_like(rows), 1
         while half < block:
             (first, second), (sums, differences) = (

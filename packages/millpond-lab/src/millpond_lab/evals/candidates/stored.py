@@ -11,6 +11,7 @@ from typing import Annotated
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from millpond.codec.transform.allocation import LEAST_BITS, MOST_MEAN_BITS
 from millpond.codec.transform.storage_codec import parse_storage_codec
 from millpond.errors import OptionError
 from millpond.hf.cache import MillpondCache
@@ -18,6 +19,7 @@ from millpond.hf.compress import compress
 from millpond.hf.document import restore_document, save_document
 from millpond.hf.grad_mode import no_autograd
 from millpond.hf.text_storage import TextStorage, TransformSource
+from millpond.option_ranges import Range
 from millpond_lab.evals.candidates.candidate import Candidate, candidate
 from millpond_lab.evals.decoding.batch import PromptBatch
 
@@ -67,13 +69,12 @@ class Stored:
 
 
 @candidate("stored")
-def stored(bits: Annotated[float, "of each number, in the codec transform"] = 1.5) -> Candidate:
+def stored(
+    bits: Annotated[float, "of each number, in the codec transform", Range(LEAST_BITS, MOST_MEAN_BITS)] = 1.5,
+) -> Candidate:
     """Store the prompt in the codec transform, as `millpond remember --storage-codec` does, and restore it.
 
     The transform file is that of millpond-models for the model. Bytes are those of the file, ids and exact tokens
     included, and noted as claimed: what answers is the restored cache, in plain numbers.
-
-    Raises:
-        OptionError: bits that the codec does not have.
     """
     return Stored(parse_storage_codec(f"transform:{bits:g}").name)

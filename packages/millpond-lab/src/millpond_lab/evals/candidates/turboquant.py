@@ -16,6 +16,7 @@ from millpond.errors import OptionError
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
 from millpond.hf.grad_mode import no_autograd
+from millpond.option_ranges import Range
 from millpond_lab.evals.candidates.candidate import Candidate, candidate
 from millpond_lab.evals.decoding.batch import PromptBatch
 
@@ -138,7 +139,7 @@ def _after_first_pass(cache: MillpondCache, act: Callable[[], None]) -> None:
 
 @candidate("turboquant")
 def turboquant(
-    bits: Annotated[int, "of each number, 2 to 8"] = 4,
+    bits: Annotated[int, "of each number", Range(2, 8)] = 4,
     unbiased: Annotated[bool, "keys in the codes without bias (algorithm 2): a bit is the residual's sign"] = False,
 ) -> Candidate:
     """Code the prompt as TurboQuant (arXiv:2504.19874) does: a plain reference, no codec.
@@ -146,10 +147,5 @@ def turboquant(
     What the codes give back is stored in plain numbers; the share of bytes that they would take is noted as claimed.
     What is decoded later stays as it is. The paper's formats between whole bits, which give some channels more, are
     left out.
-
-    Raises:
-        OptionError: bits out of range.
     """
-    if not 2 <= bits <= 8:
-        raise OptionError(f"bits={bits} must be 2 to 8")
     return TurboQuant(bits, unbiased)
