@@ -39,7 +39,6 @@ from millpond_lab.evals.spec import Spec
 #: Bytes of a number of the full cache that shares are of.
 WIDTH = 2
 
-
 #: What a default could be, at most 55 % of the bytes: everything in few bits.
 DEFAULT: tuple[Setting, ...] = (
     Setting("full", codec="int8"),
@@ -90,13 +89,15 @@ GROUPS = {"default": DEFAULT, "stored": STORED, "evicting": EVICTING, "formats":
 
 
 def row_of(cell: Cell, family: str, records: Sequence[Record], width: int) -> dict[str, Any]:
-    """What is kept of one setting on one task: the mean score and the share of the bytes of each context, in order.
+    """What is kept of one setting on one task: the mean share of the bytes, and the score of each context.
+
+    Contexts are in the order in which they are read, so that those of an interrupted run are the first of a whole one.
 
     Args:
         width: bytes of a number of the model.
     """
-    each = sorted(by_sample(records).items(), key=lambda item: int(item[0]) if item[0].isdigit() else item[0])
-    shares = [own[0].extra.get(CLAIMED, own[0].bf16_kv_bytes * width / WIDTH / own[0].full_kv_bytes) for _, own in each]
+    each = list(by_sample(records).values())
+    shares = [own[0].extra.get(CLAIMED, own[0].bf16_kv_bytes * width / WIDTH / own[0].full_kv_bytes) for own in each]
     return {
         "setting": [cell.method, cell.budget, cell.codec],
         "family": family,
@@ -105,7 +106,7 @@ def row_of(cell: Cell, family: str, records: Sequence[Record], width: int) -> di
         "questions": len(records),
         "failures": sum(bool(record.failure) for record in records),
         "bytes": float(np.mean(shares)),
-        "scores": [round(float(np.mean([record.score for record in own])), 4) for _, own in each],
+        "scores": [round(float(np.mean([record.score for record in own])), 4) for own in each],
     }
 
 
@@ -138,6 +139,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/board"), help="folder of the answers")
     parser.add_argument("--rows", type=Path, required=True, help="as .json; the tables lie next to it, as .md")
     args = parser.parse_args()
+    if unknown := set(args.settings.split(",")) - set(GROUPS):
+        parser.error(f"--settings {', '.join(sorted(unknown))}: the groups are {', '.join(GROUPS)}")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     name = args.name or args.model
     settings = [FULL, *(setting for group in args.settings.split(",") for setting in GROUPS[group])]

@@ -30,11 +30,12 @@ each() {
 for part in "${@:-quick}"; do
     case $part in
     quick)
-        OUT=$OUT/quick
-        mkdir -p "$OUT"
-        each board_tasks.py --longest 1024 --contexts 2 --families "facts in prose;chat facts" --rows "$OUT/tasks.json"
-        each board.py --tasks "$OUT/tasks.json" --contexts 2 --settings default --rows "$OUT/board.json"
-        "$BIN/python" benchmarks/quality/default_choice.py --rows "$OUT/board.json" --out "$OUT/choice.json"
+        to=$OUT/quick
+        mkdir -p "$to"
+        each board_tasks.py --out "$to" --contexts 2 --longest 1024 --families "facts in prose;chat facts" \
+            --rows "$to/tasks.json"
+        each board.py --out "$to" --contexts 2 --tasks "$to/tasks.json" --settings default --rows "$to/board.json"
+        "$BIN/python" benchmarks/quality/default_choice.py --rows "$to/board.json" --out "$to/choice.json"
         ;;
     tasks) each board_tasks.py --rows "$ROWS/board-tasks.json" ;;
     default | stored | evicting | formats | equal)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from millpond_lab.evals.decoding.record import Cell, Record
 from millpond_lab.evals.report.board import Setting, kept
 from millpond_lab.evals.report.default_choice import choice_table, choose, judged
 from millpond_lab.evals.task import TASKS, task
@@ -83,6 +84,14 @@ def test_a_row_holds_the_mean_of_each_context_and_bytes_of_bf16(
     assert full["bytes"] >= 1
     assert h2o["bytes"] < full["bytes"]
     assert "| `h2o 9` |" in rows.with_suffix(".md").read_text()
+
+
+def test_contexts_of_an_interrupted_run_are_the_first_of_a_whole_one(board: ModuleType) -> None:
+    cell = Cell("m", "full", "", "auto", "t", "agnostic", 7)
+    records = [Record(cell.key, f"7-{i}", 0, "", i / 20, 1, 9, 1.0, 100, 100, bf16_kv_bytes=100) for i in range(12)]
+    whole, first = (board.row_of(cell, "facts", part, 2)["scores"] for part in (records, records[:4]))
+    assert whole[:4] == first == [0.0, 0.05, 0.1, 0.15]
+    assert whole[10] == 0.5
 
 
 def test_what_is_kept_is_a_ratio_of_sums_over_the_same_contexts() -> None:

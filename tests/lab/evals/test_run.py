@@ -72,6 +72,12 @@ def test_cells_are_every_combination_and_full_comes_once() -> None:
     assert {b for _, _, m, b, _ in found if m == "full"} == {""}
 
 
+def test_only_names_combinations_that_there_are() -> None:
+    assert len(plan(only=[("h2o", "7", "auto")]).cells()) == 1
+    with pytest.raises(OptionError, match=r"\('h2o', '8', 'auto'\) is no combination"):
+        plan(only=[("h2o", "7", "auto"), ("h2o", "8", "auto")])
+
+
 def test_specs_keep_colons_inside_values() -> None:
     spec = Spec.parse("book:file=C:/a:b.txt:length=4096")
     assert spec.options == {"file": "C:/a:b.txt", "length": "4096"}

@@ -58,6 +58,23 @@ class Candidate(Protocol):
         ...
 
 
+class OwnFormat:
+    """What candidates share that keep every entry, and have a number format of their own."""
+
+    @property
+    def keeps_all(self) -> bool:
+        return True
+
+    @property
+    def default_budget(self) -> str:
+        return ""
+
+    def check(self, budget: str, codec: str) -> None:
+        if codec != "auto":
+            name = type(self).__name__.lower()
+            raise OptionError(f"{name} with codec {codec!r}: it has a format of its own; leave the codec out")
+
+
 @runtime_checkable
 class Claims(Protocol):
     """A candidate that stores plain numbers for codes that it only works out."""

@@ -13,14 +13,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.codec.transform.allocation import LEAST_BITS, MOST_MEAN_BITS
 from millpond.codec.transform.storage_codec import parse_storage_codec
-from millpond.errors import OptionError
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
 from millpond.hf.document import restore_document, save_document
 from millpond.hf.grad_mode import no_autograd
 from millpond.hf.text_storage import TextStorage, TransformSource
 from millpond.option_ranges import Range
-from millpond_lab.evals.candidates.candidate import Candidate, candidate
+from millpond_lab.evals.candidates.candidate import Candidate, OwnFormat, candidate
 from millpond_lab.evals.decoding.batch import PromptBatch
 
 #: What looks at the queries of each cache while it reads.
@@ -28,23 +27,11 @@ _storages: weakref.WeakKeyDictionary[MillpondCache, TextStorage] = weakref.WeakK
 
 
 @dataclass(frozen=True)
-class Stored:
+class Stored(OwnFormat):
     """See `stored`."""
 
     codec: str
     transform: TransformSource = None
-
-    @property
-    def keeps_all(self) -> bool:
-        return True
-
-    @property
-    def default_budget(self) -> str:
-        return ""
-
-    def check(self, budget: str, codec: str) -> None:
-        if codec != "auto":
-            raise OptionError(f"stored with codec {codec!r}: it answers in plain numbers; leave the codec out")
 
     def open(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: PromptBatch, budget: str, codec: str

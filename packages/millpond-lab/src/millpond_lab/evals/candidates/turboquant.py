@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from millpond.errors import OptionError
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
 from millpond.hf.grad_mode import no_autograd
 from millpond.option_ranges import Range
-from millpond_lab.evals.candidates.candidate import Candidate, candidate
+from millpond_lab.evals.candidates.candidate import Candidate, OwnFormat, candidate
 from millpond_lab.evals.decoding.batch import PromptBatch
 
 #: Rounds of Lloyd's iteration, and points that stand for the normal distribution in it.
@@ -84,23 +83,11 @@ def decoded_unbiased(x: Tensor, bits: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class TurboQuant:
+class TurboQuant(OwnFormat):
     """See `turboquant`."""
 
     bits: int
     unbiased: bool
-
-    @property
-    def keeps_all(self) -> bool:
-        return True
-
-    @property
-    def default_budget(self) -> str:
-        return ""
-
-    def check(self, budget: str, codec: str) -> None:
-        if codec != "auto":
-            raise OptionError(f"turboquant with codec {codec!r}: it has a format of its own; leave the codec out")
 
     def open(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: PromptBatch, budget: str, codec: str

@@ -65,7 +65,13 @@ class EvalPlan:
                 f"--budget {','.join(self.budgets)}: none of the methods ({', '.join(self.candidates)}) takes a "
                 "budget; leave it out, or add a method that does"
             )
-        for cell in self.cells():
+        cells = self.cells()
+        missing = set(self.only or ()) - {(cell.method, cell.budget, cell.codec) for cell in cells}
+        if missing:
+            raise OptionError(
+                f"only: {sorted(map(tuple, missing))[0]} is no combination of this plan's methods, budgets and codecs"
+            )
+        for cell in cells:
             self.candidates[cell.method].check(cell.budget, cell.codec)
 
     def cells(self) -> list[Cell]:
