@@ -23,6 +23,7 @@ from millpond_lab.evals.spec import parse_specs
 from millpond_lab.evals.task import TASKS, task
 from tests.helpers.engine.sessions import model as coded_model
 from tests.helpers.evals.small import TinyTask, examined, tiny_model, tiny_samples, tiny_tokenizer
+from tests.helpers.random_heads import random_heads_where_none_are
 
 OPENINGS = (tuple(range(5, 65)), tuple(range(9, 40)))
 #: Methods, budgets and formats that act at the end of a prompt, whatever they look at.
@@ -175,3 +176,22 @@ def test_a_run_reads_each_batch_once(tmp_path: Path) -> None:
         del TASKS._entries["tiny_texts"]
     assert len(rows) == len(settings)
     assert sum(tokens > 20 for tokens in seen) == 3, seen
+
+
+def test_what_attention_modules_read_is_recorded_where_a_method_asks_for_it() -> None:
+    model = tiny_model()
+    recordings = []
+    for hidden in (False, True):
+        recording = PromptRecording(OPENINGS)
+        with compress(model, "full") as cache, recording.of(model, cache, hidden):
+            recording.take(BatchReader(model, cache, OPENINGS))
+        recordings.append(recording)
+    found = []
+    for recording in (None, recordings[1]):
+        with random_heads_where_none_are(), compress(model, "kvzap") as cache, passes(model) as seen:
+            assert not recordings[0].fits(cache)
+            reader = BatchReader(model, cache, OPENINGS, recording)
+            assert bool(seen) is (recording is None)
+            found.append([cache.positions(layer, row) for layer in cache.entry_layers for row in (0, 1)])
+            assert reader.seen == [len(opening) for opening in OPENINGS]
+    assert found[0] == found[1]
