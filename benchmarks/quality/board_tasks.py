@@ -78,6 +78,7 @@ FORMS: tuple[Form, ...] = (
     *_forms("stated facts", "stated_facts:questions=4", 2048, 1024),
     *_forms("instructions", "instructions:questions=4:rules=3", 2048, 1024, chat=False),
     *_forms("instructions", "instructions:questions=4:rules=2:examples=2", 2048, 1024, chat=False),
+    *_forms("instructions", "instructions:questions=4:rules=1:examples=4", 2048, 1024, chat=False),
     *_forms("multikey", "niah_multikey:questions=4", 4096, 2048, 1024),
     *_forms("phrases in prose", "prose_facts:questions=4:answer=phrase", 4096, 2048),
     *_forms("recall", "recall:questions=4:pairs=8", 4096, 2048, 1024),

@@ -19,7 +19,7 @@ from millpond.kernels.packed.regions import PackedRegions
 from tests.helpers.examples import examples
 from tests.helpers.kernels.args import decode_args
 from tests.helpers.kernels.make import Case
-from tests.helpers.kernels.packed_make import PackedCall, PackedCase, side
+from tests.helpers.kernels.packed_make import PackedCall, PackedCase, rope_for, side
 
 needs_native = pytest.mark.skipif(not library.runnable(), reason="installed without native kernels")
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -104,6 +104,15 @@ def assert_same(a: PackedCall, b: PackedCall, tol: float = TOLERANCE) -> None:
     torch.testing.assert_close(right[7], left[7], rtol=10 * tol, atol=tol)
 
 
+def assert_read_alike(call: PackedCall, extra: int = 0) -> None:
+    """What native code reads of packed pages has the bits of the reference, padding and all."""
+    dim, width = call.case.plain.key_dim, max([1, *call.case.lens]) + extra
+    found, expected = native.read_packed(call.packed, width, dim), reference.read_packed(call.packed, width, dim)
+    for name, a, b in zip(expected._fields, found, expected, strict=True):
+        assert (a is None) == (b is None), name
+        assert a is None or b is None or torch.equal(a, b), name
+
+
 @needs_native
 @given(case=cases())
 @settings(max_examples=examples(60))
@@ -118,6 +127,7 @@ def test_native_equals_reference(case: PackedCase) -> None:
 def test_every_instruction_set(isa: str, case: PackedCase) -> None:
     a = case.build()
     assert_same(a, a.clone(), TOLERANCE if isa in ("v4bf16", "v4fma") else 1e-4)
+    assert_read_alike(a)
 
 
 def one(format: Format, n: int = 192, **more: object) -> PackedCase:
@@ -186,6 +196,27 @@ def test_an_evicted_packed_entry_becomes_a_tombstone() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, call.packed.pages.codes, strict=True))
     twin = call.clone()
     torch.testing.assert_close(call.run(native)[0], twin.run(reference)[0], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@needs_native
+@given(case=cases(), extra=st.sampled_from([0, 5]))
+@settings(max_examples=examples(60))
+def test_native_reads_the_numbers_of_the_reference(case: PackedCase, extra: int) -> None:
+    assert_read_alike(case.build(), extra)
+
+
+@needs_native
+@pytest.mark.parametrize("format", [f for f in Format if f.grouped])
+def test_native_reads_kept_channels_calibrated_ranges_outliers_and_turned_keys(format: Format) -> None:
+    case = one(format, keep=32, balanced=True)
+    case.key, case.value = side(format, True, fixed=True, n_extra=40), side(format, n_extra=25)
+    call = case.build()
+    kept = torch.arange(0, 128, 2, dtype=torch.int32)[: call.layout.value_dim].repeat(len(call.packed.table), 1)
+    call.packed = replace(call.packed, value_channels=kept, whole_value_dim=128)
+    assert_read_alike(call)
+    turned = one(format, rope=rope_for(64, 300, 48, scale=0.9))
+    turned.key = case.key
+    assert_read_alike(turned.build())
 
 
 @needs_native

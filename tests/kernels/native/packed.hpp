@@ -170,6 +170,14 @@ inline void one_packed(const Kernels& kernels, Report& report, const PackedCase&
   w.p_region = w.s_region = w.m_region = n, w.p_row = w.s_row = w.m_row = 1, w.n_threads = 2;
   report.same("the result of write_packed", kernels("mp_write_packed", w), 0);
 
+  const int64_t width = n + 3;  // behind the last slot nothing is written
+  vector<float> read_keys(size_t(n_regions * width * dim), 7), read_values(size_t(n_regions * width * value_dim), 7);
+  vector<float> read_scores(size_t(n_regions * width), 7), read_masses(read_scores);
+  vector<int32_t> read_positions(size_t(n_regions * width), 7);
+  const mp::PackedReadArgs reading{packed, read_keys.data(), read_values.data(), read_positions.data(), read_scores.data(),
+                                   read_masses.data(), n_regions, n_kv_heads, width, dim, value_dim, 2};
+  report.same("the result of read_packed", kernels("mp_read_packed", reading), 0);
+
   // A key as it is read: turned to its position, with its balance.
   const auto read = [&](int64_t r, int64_t slot, const auto& stored) {
     vector<double> k;
@@ -205,8 +213,18 @@ inline void one_packed(const Kernels& kernels, Report& report, const PackedCase&
       report.same("a position", e.position, positions[size_t(row)]);
       report.near("a score", e.score, double(scores[size_t(row)]));
       report.near("a log mass", e.log_mass, double(masses[size_t(row)]));
+      const size_t at = size_t(r * width + slot);
+      for (int64_t d = 0; d < dim; ++d) report.near("a key that is read", double(read_keys[at * size_t(dim) + size_t(d)]), found[size_t(d)]);
+      for (int64_t d = 0; d < value_dim; ++d)
+        report.near("a value that is read", double(read_values[at * size_t(value_dim) + size_t(d)]), e.value[size_t(d)]);
+      report.same("a position that is read", read_positions[at], e.position);
+      report.near("a score that is read", double(read_scores[at]), e.score);
+      report.near("a log mass that is read", double(read_masses[at]), e.log_mass);
       all.back().push_back(e);
     }
+    for (int64_t slot = n; slot < width; ++slot)
+      report.same("a position behind the last slot", read_positions[size_t(r * width + slot)], 7);
+    report.near("a key behind the last slot", double(read_keys[size_t(((r + 1) * width - 1) * dim)]), 7);
     all.back().push_back(new_entry(s, r));
   }
   all[1][size_t(c.lens[1]) + 5].position = pages.position(1, 5) = -1, dead[1] = 1;  // an entry that left before

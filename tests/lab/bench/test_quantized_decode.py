@@ -54,7 +54,8 @@ def test_every_codec_has_a_row_and_a_verdict(monkeypatch: pytest.MonkeyPatch) ->
     assert int2.target is not None
     assert int2.target >= int4.share
     packing = packing_rows(1, 512)
-    assert [row.name.split()[-1] for row in packing] == [*TARGETS, "kvquant4"]
+    named = [(row.name.split()[0], row.name.split()[-1]) for row in packing]
+    assert named == [(what, codec) for codec in (*TARGETS, "kvquant4") for what in ("packing", "reading")]
     assert all(row.share > 0 for row in packing)
 
 

@@ -184,14 +184,19 @@ def write_packed(regions: PackedRegions, rows: EntryRows) -> None:
                 pages.log_masses[arena][at, columns] = 0.0 if rows.log_masses is None else rows.log_masses[r, selected]
 
 
+def no_entries(regions: PackedRegions, width: int, head_dim: int) -> PaddedEntries:
+    """Return what `read_packed` returns of empty regions, to be filled."""
+    zeros = partial(torch.zeros, regions.table.shape[0], width, device=regions.table.device)
+    values = zeros(regions.whole_value_dim or regions.pages.layout.value_dim)
+    masses = zeros() if regions.pages.masses else None
+    return PaddedEntries(zeros(head_dim), values, zeros(dtype=torch.int32).fill_(-1), zeros(), masses)
+
+
 def read_packed(regions: PackedRegions, width: int, head_dim: int) -> PaddedEntries:
-    pages, n_regions = regions.pages, regions.table.shape[0]
-    zeros = partial(torch.zeros, n_regions, width, device=regions.table.device)
-    keys, values = zeros(head_dim), zeros(regions.whole_value_dim or pages.layout.value_dim)
-    positions = zeros(dtype=torch.int32).fill_(-1)
-    scores, masses = zeros(), zeros() if pages.masses else None
+    found, pages = no_entries(regions, width, head_dim), regions.pages
     if not width or not pages.codes:
-        return PaddedEntries(keys, values, positions, scores, masses)
+        return found
+    keys, values, positions, scores, masses = found
     slots, columns = (torch.arange(n, device=regions.table.device) for n in (pages.slots, regions.table.shape[1]))
     used = columns * pages.slots < regions.lens[:, None]  # (R, n) pages
     region, column = used.nonzero().unbind(1)
@@ -208,7 +213,7 @@ def read_packed(regions: PackedRegions, width: int, head_dim: int) -> PaddedEntr
         scores[row, at] = _rows(pages.scores, ids)[inside]
         if masses is not None:
             masses[row, at] = _rows(pages.log_masses, ids)[inside]
-    return PaddedEntries(keys, values, positions, scores, masses)
+    return found
 
 
 def _rows(arenas: list[Tensor], ids: Tensor) -> Tensor:

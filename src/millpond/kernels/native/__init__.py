@@ -11,7 +11,6 @@ from functools import cache
 
 import torch
 
-from millpond.kernels.eager.packed_pages import read_packed
 from millpond.kernels.native import library
 from millpond.kernels.native.abi import attend, decode_rows, decode_shared, window_signal
 from millpond.kernels.native.block_sums import block_sums
@@ -42,7 +41,7 @@ from millpond.kernels.native.ops import (
     read,
     write,
 )
-from millpond.kernels.native.pages import write_packed
+from millpond.kernels.native.pages import read_packed, write_packed
 from millpond.kernels.native.transform import decode_pages
 from millpond.kernels.native.unit_sums import add_unit_sums
 

@@ -18,7 +18,7 @@ from millpond.cpu_limit import usable_cpus
 from millpond.errors import MillpondError, OptionError
 from millpond.install_command import build_command
 
-ABI = 33  #: of csrc/common/cpu.cpp
+ABI = 34  #: of csrc/common/cpu.cpp
 #: Instruction sets with the level of CPU that they need, see mp_cpu_level in csrc/common/cpu.cpp. v4fma is v4bf16 with
 #: products of floats where there is much to multiply.
 X86 = {"baseline": 0, "v3": 1, "v4": 2, "v4fma": 3, "v4bf16": 3}

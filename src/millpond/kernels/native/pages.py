@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from millpond.errors import NumericsError, OptionError
-from millpond.kernels.args import EntryRows, RunsInBuffer, WantedPages
+from millpond.kernels.args import EntryRows, PaddedEntries, RunsInBuffer, WantedPages
+from millpond.kernels.eager.packed_pages import no_entries
 from millpond.kernels.native import library, structs
 from millpond.kernels.packed import groups
 from millpond.kernels.packed.layout import Format, Offsets, Side
@@ -27,6 +28,7 @@ NOT_FINITE, TOO_LARGE = 2, 3
 _PACKED = Struct("=53q")
 PACKED, PACKED_BYTES = _PACKED.pack, _PACKED.size
 WRITE = Struct("=25q").pack
+READ = Struct("=11q").pack
 INT32 = torch.int32
 
 
@@ -172,6 +174,27 @@ def write_packed(regions: PackedRegions, rows: EntryRows) -> None:
         raise NumericsError(groups.TOO_LARGE)
     if failed:
         raise MemoryError("no memory for the work space of the packing kernel")
+
+
+def read_packed(regions: PackedRegions, width: int, head_dim: int) -> PaddedEntries:
+    found = no_entries(regions, width, head_dim)
+    if not width or not regions.pages.codes:
+        return found
+    failed = structs.entry_point("mp_read_packed")(
+        regions_struct(regions)
+        + READ(
+            *(0 if t is None else t.data_ptr() for t in found),
+            len(regions.table),
+            1 if regions.key_scales is None else len(regions.key_scales),
+            width,
+            head_dim,
+            found.values.shape[2],
+            thread_count(),
+        )
+    )
+    if failed:
+        raise MemoryError("no memory for the work space of the kernel that reads packed pages")
+    return found
 
 
 #: the order of fields is that of csrc/common/args.hpp

@@ -206,7 +206,7 @@ def _target(codec: str, measured: dict[str, tuple[float, float]]) -> float | Non
 
 
 def packing_rows(rounds: int = 5, length: int = 4096, dim: int = 64) -> list[KernelRow]:
-    """Packing one layer's prompt of 16 query and 4 KV heads, as a share of its prefill attention alone."""
+    """Packing one layer's prompt of 16 query and 4 KV heads, and reading it, as shares of its prefill attention alone."""
     heads, n_kv_heads = 16, 4
     q = torch.randn(heads, length, dim).bfloat16()
     k, v = torch.randn(2, n_kv_heads, length, dim).bfloat16()
@@ -215,16 +215,18 @@ def packing_rows(rounds: int = 5, length: int = 4096, dim: int = 64) -> list[Ker
         "prefill": lambda: native.prefill(PrefillArgs(q, k, v, positions, AttentionShape(dim**-0.5)))
     }
     for codec in (*TARGETS, "kvquant4"):
-        calls[codec] = _pack_call(codec, k, v)
+        packing, reading = _page_calls(codec, k, v)
+        calls |= {f"packing {length}, D={dim}: {codec}": packing, f"reading {length}, D={dim}: {codec}": reading}
     measured = paired_ratios(calls, "prefill", rounds)
     return [
-        KernelRow(f"packing {length}, D={dim}: {codec}", 1e3 * seconds, 0.0, 1 / ratio, "prefill attention, its time")
-        for codec, (seconds, ratio) in measured.items()
-        if codec != "prefill"
+        KernelRow(name, 1e3 * seconds, 0.0, 1 / ratio, "prefill attention, its time")
+        for name, (seconds, ratio) in measured.items()
+        if name != "prefill"
     ]
 
 
-def _pack_call(codec: str, keys: Tensor, values: Tensor) -> Callable[[], object]:
+def _page_calls(codec: str, keys: Tensor, values: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
+    """What writes one layer's pages, and what reads them as numbers, as a later turn does."""
     n_kv_heads, length, dim = keys.shape
     regions = _packed(AttentionCase(dim, n_kv_heads, 1, 1, length), codec)
     if regions.rope is not None:  # of the keys as they come from a model
@@ -232,7 +234,7 @@ def _pack_call(codec: str, keys: Tensor, values: Tensor) -> Callable[[], object]
     index = torch.arange(length, dtype=torch.int32).expand(n_kv_heads, length).contiguous()
     start, count = _int32(n_kv_heads), _int32(n_kv_heads, value=length)
     rows = EntryRows(start, count, index, keys, values, index)
-    return lambda: native.write_packed(regions, rows)
+    return lambda: native.write_packed(regions, rows), lambda: native.read_packed(regions, length, dim)
 
 
 def codec_table(rounds: int = 20) -> list[KernelRow]:

@@ -2,7 +2,7 @@
 #include <cstdint>
 
 // Raised whenever a struct of args.hpp or what the Python side calls changes, so that a stale library is refused.
-extern "C" __attribute__((visibility("default"))) int mp_abi_version() { return 33; }
+extern "C" __attribute__((visibility("default"))) int mp_abi_version() { return 34; }
 
 // Which x86-64 libraries this CPU can run: up to 0 baseline, 1 v3, 2 v4, 3 v4bf16 and v4fma. Always 0 elsewhere.
 extern "C" __attribute__((visibility("default"))) int mp_cpu_level() {

@@ -62,4 +62,13 @@ struct PackedWriteArgs {
   int64_t n_threads;
 };
 
+// Packed pages as rows of floats; rows behind the last slot of a region stay as they are.
+struct PackedReadArgs {
+  PackedArgs packed;
+  float *keys, *values;         // (R, width, head_dim), (R, width, value_dim)
+  int32_t* positions;           // (R, width)
+  float *scores, *log_masses;   // (R, width); masses or null
+  int64_t n_regions, n_kv_heads, width, head_dim, value_dim, n_threads;
+};
+
 }  // namespace mp
