@@ -26,6 +26,7 @@ REFUSED = {
     "kvmerger": "merges entries",
     "kvzap": "hidden states",
     "kvzip": "a second time",
+    "lava": "among layers by the prompt",
     "locret": "the file of its networks",
     "merge_on_evict": "merges entries",
     "minference": "by patterns",

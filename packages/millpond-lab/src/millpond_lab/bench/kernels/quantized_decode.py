@@ -206,7 +206,7 @@ def _target(codec: str, measured: dict[str, tuple[float, float]]) -> float | Non
 
 
 def packing_rows(rounds: int = 5, length: int = 4096, dim: int = 64) -> list[KernelRow]:
-    """Packing one layer's prompt of 16 query and 4 KV heads, and reading it, as shares of its prefill attention alone."""
+    """Packing and reading one layer's prompt, 16 query and 4 KV heads, as shares of its prefill attention alone."""
     heads, n_kv_heads = 16, 4
     q = torch.randn(heads, length, dim).bfloat16()
     k, v = torch.randn(2, n_kv_heads, length, dim).bfloat16()
