@@ -134,6 +134,31 @@ def test_the_fewest_bytes_that_keep_enough_on_every_task_are_chosen() -> None:
     assert choose(rows, ["two"])["default"] == Setting("full", "", "rotated4")
 
 
+def test_stored_forms_are_chosen_among_themselves_and_claimed_formats_not_at_all() -> None:
+    full, lost = [1.0] * 8, [0.5] * 8
+    rows = report(
+        one={
+            "full,,auto": {"bytes": 1.0, "facts": full, "turns": full},
+            "full,,int8": {"bytes": 0.54, "facts": full, "turns": full},
+            "turboquant:bits=2,,auto": {"bytes": 0.13, "facts": full, "turns": full},
+            "stored:bits=1.5,,auto": {"bytes": 0.12, "facts": full},
+            "stored:bits=1,,auto": {"bytes": 0.09, "facts": full},
+            "stored:bits=0.5,,auto": {"bytes": 0.06, "facts": lost},
+        }
+    )
+    found = choose(rows)
+    assert found["default"] == Setting("full", "", "int8")
+    assert found["without rows of every task"] == []
+    stored = found["stored"]
+    assert stored["default"] == Setting("stored:bits=1")
+    assert stored["held"] is True
+    assert [one["family"] for one in stored["tasks"]] == ["facts"]
+    assert choice_table(found).count("**default**") == 2
+    only = report(one={"full,,auto": {"bytes": 1.0, "facts": full}, "full,,int8": {"bytes": 0.54, "facts": full}})
+    assert choose(only)["stored"]["default"] is None
+    assert choice_table(choose(only)).count("Tasks: ") == 1
+
+
 def test_a_low_end_counts_for_the_default() -> None:
     full, uneven = [1.0] * 8, [0.9, 1.0, *[1.0] * 6]
     rows = report(one={"full,,auto": {"bytes": 1.0, "facts": full}, "full,,int4": {"bytes": 0.3, "facts": uneven}})

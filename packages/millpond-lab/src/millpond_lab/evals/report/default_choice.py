@@ -4,7 +4,8 @@ A setting passes on a half if on every task of every model it keeps at least .97
 end of the interval being at least .93. Of the settings that pass on the even contexts the one of the fewest bytes is
 chosen; the odd contexts judge it, and are shown for every setting. Tasks count whose full cache scores at least .5. The
 presets are three points of the same curve: the fewest bytes that keep .99, .97 and .90 on the even contexts, by the
-mean alone.
+mean alone. Stored texts are restored before anybody asks: their forms are chosen among themselves, by the same rule, on
+the tasks that they have rows of.
 """
 
 from __future__ import annotations
@@ -65,36 +66,74 @@ def chosen(first: dict[Setting, Judged], shares: dict[Setting, float], least: fl
     return min(enough, key=lambda setting: shares[setting], default=None)
 
 
+def form_of(setting: Setting) -> str:
+    """Which choice a setting stands in: "live", "stored", or "claimed" for formats whose bytes no cache holds."""
+    return {"stored": "stored", "turboquant": "claimed"}.get(setting.method.partition(":")[0], "live")
+
+
 def choose(report: Mapping[str, Any], models: Sequence[str] | None = None) -> dict[str, Any]:
-    """The choice, with what each setting keeps on both halves."""
+    """The choice among live caches and, under "stored", among stored forms, with what each keeps on both halves."""
     scores, shares = scores_of(report)
     full = {
         task: own
         for task, own in scores[FULL].items()
         if (models is None or task[0] in models) and sum(own) >= SOLVED * len(own)
     }
+    forms: dict[str, dict[Setting, dict[Task, list[float]]]] = {"live": {}, "stored": {}, "claimed": {}}
+    for setting, own in scores.items():
+        if setting != FULL:
+            forms[form_of(setting)][setting] = own
+    stored_tasks = {task: own for task, own in full.items() if any(task in found for found in forms["stored"].values())}
+    live, first = _choice(forms["live"], shares, full)
+    presets = {name: chosen(first, shares, least, -1.0) for name, least in PRESETS.items()}
+    stored, _ = _choice(forms["stored"], shares, stored_tasks)
+    return {**live, "presets": presets, "stored": stored}
+
+
+def _choice(
+    scores: Mapping[Setting, dict[Task, list[float]]], shares: dict[Setting, float], full: dict[Task, list[float]]
+) -> tuple[dict[str, Any], dict[Setting, Judged]]:
+    """The choice among some settings by the tasks of `full`, and what each keeps where it is chosen."""
     complete = [
         setting
         for setting, own in scores.items()
-        if setting != FULL and all(len(own.get(task, ())) == len(whole) for task, whole in full.items())
+        if full and all(len(own.get(task, ())) == len(whole) for task, whole in full.items())
     ]
-    halves = [{setting: judged(scores[setting], full, half) for setting in complete} for half in (0, 1)]
-    default = chosen(halves[0], shares, LEAST, LEAST_LOW)
-    return {
+    first, second = ({setting: judged(scores[setting], full, half) for setting in complete} for half in (0, 1))
+    default = chosen(first, shares, LEAST, LEAST_LOW)
+    found = {
         "tasks": [{"model": model, "family": family, "contexts": len(own)} for (model, family), own in full.items()],
         "default": default,
-        "held": None if default is None else halves[1][default].passes,
-        "presets": {name: chosen(halves[0], shares, least, -1.0) for name, least in PRESETS.items()},
+        "held": None if default is None else second[default].passes,
         "settings": [
-            {"setting": setting, "bytes": shares[setting], "even": asdict(even), "odd": asdict(halves[1][setting])}
-            for setting, even in sorted(halves[0].items(), key=lambda item: -shares[item[0]])
+            {"setting": setting, "bytes": shares[setting], "even": asdict(even), "odd": asdict(second[setting])}
+            for setting, even in sorted(first.items(), key=lambda item: -shares[item[0]])
         ],
-        "without rows of every task": [str(setting) for setting in scores if setting not in (FULL, *complete)],
+        "without rows of every task": [str(setting) for setting in scores if setting not in complete],
     }
+    return found, first
 
 
 def choice_table(data: Mapping[str, Any]) -> str:
-    """The table of all settings, with what was chosen."""
+    """The tables of all settings, with what was chosen."""
+    head = (
+        "# The default\n\nLeast share of the full cache's score that is kept, of all tasks, and the least lower end of "
+        "the 95 % intervals; the task is the worst one. "
+    )
+    parts = [f"{head}{_tasks(data)}\n\n{_table(data)}"]
+    if data["stored"]["settings"]:
+        parts.append(f"Texts that are stored, and restored before anybody asks. {_tasks(data['stored'])}")
+        parts.append(_table(data["stored"]))
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _tasks(data: Mapping[str, Any]) -> str:
+    tasks = "; ".join(f"{one['family']} of {one['model']} ({one['contexts']} contexts)" for one in data["tasks"])
+    return f"Tasks: {tasks}."
+
+
+def _table(data: Mapping[str, Any]) -> str:
+    names = {"**default**": data["default"], **data.get("presets", {})}
     lines = [
         (
             f"`{Setting(*row['setting'])}`",
@@ -102,15 +141,10 @@ def choice_table(data: Mapping[str, Any]) -> str:
             *(f"{row[half]['mean']:.3f}, {row[half]['low']:.2f} ({row[half]['task'][1]})" for half in ("even", "odd")),
             " ".join(
                 name
-                for name, setting in {"**default**": data["default"], **data["presets"]}.items()
+                for name, setting in names.items()
                 if setting is not None and Setting(*setting) == Setting(*row["setting"])
             ),
         )
         for row in data["settings"]
     ]
-    heads = ("setting", "bytes of bf16", "kept where chosen", "kept where judged", "chosen as")
-    tasks = "; ".join(f"{one['family']} of {one['model']} ({one['contexts']} contexts)" for one in data["tasks"])
-    return (
-        "# The default\n\nLeast share of the full cache's score that is kept, of all tasks, and the least lower end of "
-        f"the 95 % intervals; the task is the worst one. Tasks: {tasks}.\n\n{markdown_table(heads, lines)}"
-    )
+    return markdown_table(("setting", "bytes of bf16", "kept where chosen", "kept where judged", "chosen as"), lines)
