@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fastgen": {"special": "1", "punctuation": "5;6;7"},
     "kvzip": {"ask": "none"},
     "streaming": {"positions": "absolute"},
-    **{name: {"window": 4} for name in ("defensivekv", "dms", "finch", "lava", "rkv", "snapkv", "vase")},
+    **{name: {"window": 4} for name in ("cake", "defensivekv", "dms", "finch", "lava", "rkv", "snapkv", "vase")},
     "ems": {"window": 4},
     "random_attention": {"recent": 4},
     "duo_attention": {"recent": 4},

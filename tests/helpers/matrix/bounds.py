@@ -23,7 +23,7 @@ OPTIONS |= {
     "triattention": {"every": 8},
     "vase": {"every": 8, "window": 8},
     "simlayerkv": {"recent": 8},
-    **{name: {"window": 8} for name in ("dms", "finch", "lava", "snapkv")},
+    **{name: {"window": 8} for name in ("cake", "dms", "finch", "lava", "snapkv")},
 }
 
 
