@@ -85,8 +85,8 @@ class SharesBesideProtected:
 class Preference:
     """Budget of layer l, beside its window, in proportion to P_l.
 
-    P_l = E_l^(1 / spread) * V_l^(1 / shift) with E_l = -sum A_ij log A_ij over the window's queries i, the entries j before it and all query heads, and V_l = the sum
-    over entries and query heads of the variance of A_ij over i.
+    P_l = E_l^(1 / spread) * V_l^(1 / shift) with E_l = -sum A_ij log A_ij over the window's queries i, the entries j
+    before it and all query heads, and V_l = the sum over entries and query heads of the variance of A_ij over i.
     """
 
     score: MeanAndShift
