@@ -158,7 +158,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "chunkkv": {"score": "h2o", "chunk": 3},
     "criticalkv": {"score": "h2o"},
     "kvzip": {"ask": "5;6", "across": False},
-    "defensivekv": {"window": 4},
+    **{name: {"window": 4} for name in ("cake", "defensivekv", "lava")},
     "random_attention": {"recent": 4},
     "vase": {"window": 4},
     "fastgen": {"threshold": 1.0, "special": "1", "punctuation": "2;3"},
