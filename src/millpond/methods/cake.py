@@ -49,15 +49,11 @@ class MeanAndShift:
         for head in range(len(view.positions)):
             rows = view.window_rows(head).float()
             numbers.append((rows.mean(1) + self.gamma * rows.var(1, correction=0)).mean(0))
-        before = self.before(view)
+        before = view.before_window(self.window)
         spread = F.avg_pool1d(
             torch.stack(numbers).masked_fill(~before, 0)[None], self.kernel, stride=1, padding=self.kernel // 2
         )[0]
         return spread.masked_fill(~before, 0)
-
-    def before(self, view: View) -> Tensor:
-        """Return which entries stand before the window, (H, N) bool."""
-        return view.valid & (view.positions < view.seen - self.window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +94,7 @@ class Preference:
 
     def measure(self, view: View) -> float:
         """Return P_l; 0 where there is nothing before the window."""
-        before, entropy, variance = self.score.before(view), 0.0, 0.0
+        before, entropy, variance = view.before_window(self.score.window), 0.0, 0.0
         for head in before.any(1).nonzero()[:, 0].tolist():
             rows = view.window_rows(head).double()[..., before[head]]
             entropy += float(torch.special.entr(rows).sum())

@@ -48,7 +48,7 @@ class WorstRisk:
 
     def score(self, view: View, seed: int) -> Tensor:
         norms = effect_norms(view.stored("values"), view.output_maps, self.numbers)
-        before = view.valid & (view.positions < view.seen - self.window)
+        before = view.before_window(self.window)
         risks, first = zip(*(self._head(view, head, before[head]) for head in range(len(before))), strict=True)
         norms = norms.masked_fill(~before, 0)
         effect = torch.stack(risks) * norms / norms.sum().clamp(min=torch.finfo(norms.dtype).tiny)

@@ -43,15 +43,11 @@ class ValuedAttention:
 
     def score(self, view: View, seed: int) -> Tensor:
         largest = view.values.abs().sum(2).amax(1)
-        before = self.before(view)
+        before = view.before_window(self.window)
         means = [view.window_rows(head).float().mean(1).amax(0) for head in range(len(before))]
         attention = torch.stack(means).masked_fill(~before, 0)  # of a group, then of neighbours
         pooled = F.max_pool1d(attention[None], self.kernel, stride=1, padding=self.kernel // 2)[0]
         return (pooled.masked_fill(~before, 0) * largest[:, None]).float()
-
-    def before(self, view: View) -> Tensor:
-        """Return which entries stand before the window, (H, N) bool."""
-        return view.valid & (view.positions < view.seen - self.window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +67,7 @@ class LayerEntropy:
 
         It is 0 where there is nothing before the window.
         """
-        scores = self.score.score(view, 0)[self.score.before(view)].double()
+        scores = self.score.score(view, 0)[view.before_window(self.score.window)].double()
         return float(torch.special.entr(scores / scores.sum()).sum()) if scores.sum() > 0 else 0.0
 
     def decide(self, measured: Sequence[float]) -> LayerAllocation:

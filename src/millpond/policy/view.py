@@ -147,6 +147,10 @@ class View:
         """(H, N) bool: whether a column has an entry."""
         return self.positions >= 0
 
+    def before_window(self, window: int) -> Tensor:
+        """Return (H, N) bool: the entries before the newest `window` tokens."""
+        return self.valid & (self.positions < self.seen - window)
+
     @property
     def free(self) -> Tensor:
         """(H, N) bool: entries that the score decides about."""

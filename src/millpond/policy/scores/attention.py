@@ -119,7 +119,7 @@ class WindowAttention:
 
     def score(self, view: View, seed: int) -> Tensor:
         mean = _signal(view) / self.window
-        before = view.valid & (view.positions < view.seen - self.window)
+        before = view.before_window(self.window)
         if self.pool == "none" or self.kernel == 1:
             return mean
         fill = float("-inf") if self.pool == "max" else 0.0
