@@ -180,21 +180,6 @@ def string_match_part(references: Sequence[str], answer: str) -> float:
     return float(any(reference.lower() in text for reference in references))
 
 
-def stated(references: Sequence[str], answer: str) -> float:
-    """1 if the answer holds every reference, whatever the case and the white space, else 0.
-
-    Example:
-        >>> stated(["Velmar Okotin"], "It is velmar\\nokotin.")
-        1.0
-    """
-    text = _even(answer)
-    return float(all(_even(reference) in text for reference in references))
-
-
-def _even(text: str) -> str:
-    return " ".join(text.split()).lower()
-
-
 def in_order(references: Sequence[str], answer: str) -> float:
     """Share of the words of a passage that an answer repeats in their order.
 
@@ -385,7 +370,6 @@ __all__ = [
     "same_number",
     "self_bleu",
     "similarity",
-    "stated",
     "string_match_all",
     "string_match_part",
 ]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from millpond.errors import DataError
 from millpond_lab.evals.data.data_files import read_text
-from millpond_lab.evals.metrics import stated
+from millpond_lab.evals.stated import stated
 
 Message = dict[str, str]
 
@@ -57,7 +57,7 @@ class FactChat:
     states: str
 
     def is_stated_by(self, answer: str) -> bool:
-        """Whether an answer states the fact, whatever the case and the white space."""
+        """Whether an answer states the fact, as `stated` says."""
         return stated((self.states,), answer) == 1.0
 
 

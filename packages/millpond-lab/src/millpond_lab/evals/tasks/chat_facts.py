@@ -14,8 +14,8 @@ from millpond_lab.evals.data.chat_form import ChatForm, ChatTask
 from millpond_lab.evals.data.generated_task import Draft, at_most
 from millpond_lab.evals.data.haystack import Haystack, depths, from_book, place
 from millpond_lab.evals.data.synthetic_english import prose
-from millpond_lab.evals.metrics import stated
 from millpond_lab.evals.sample import Question
+from millpond_lab.evals.stated import stated
 from millpond_lab.evals.task import Task, task
 
 #: Sentences of a paragraph where no text is named.
