@@ -33,7 +33,8 @@ from millpond.codec.transform.exact_tokens import (
 from millpond.codec.transform.page import TOKENS, PageAddress
 from millpond.codec.transform.prompt_header import LayerHeader, adapted_headers
 from millpond.codec.transform.storage_codec import parse_storage_codec
-from millpond.codec.transform.transform_file import ModelTransform, fitted_model_of, load_transform
+from millpond.codec.transform.transform_cache import cached_transform
+from millpond.codec.transform.transform_file import ModelTransform, fitted_model_of
 from millpond.errors import CacheMismatchError, OptionError
 from millpond.hf.cache import MillpondCache
 from millpond.hf.calibration.load import model_mark, rotations_before_rope
@@ -81,7 +82,7 @@ def transform_of(model: PreTrainedModel, source: TransformSource) -> ModelTransf
     model = unwrapped(model)
     if source is None:
         source = _shipped_file(model)
-    transform = source if isinstance(source, ModelTransform) else load_transform(source)
+    transform = source if isinstance(source, ModelTransform) else cached_transform(source)
     profile = supported(model)
     here = fitted_model(model, profile, transform.model.shapes)
     if here.weights != transform.model.weights:
