@@ -68,6 +68,7 @@ METHODS = (
     "triattention",
     "random_attention",
     "streaming",
+    "attention_matching",
     "kvzip",
 )
 #: Texts that wait or travel in a storage codec, about 16, 12, 11, 10, 9, 8 and 6 % of the bytes.

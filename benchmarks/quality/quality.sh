@@ -40,7 +40,7 @@ h2o:prefill=greedy,no_heavy,strided,fixed}
 curve_tasks=${TASKS:-recall:length=1024,niah_multiquery:length=1024,tracking:length=1024,copy:length=1024}
 curve_samples=${CURVE_SAMPLES:-40}
 budgets=${BUDGETS:-5%,10%,20%,50%}
-curve_methods=${CURVE_METHODS:-window,ada,attention_gate,cake,cam,chunkkv,compactor,criticalkv,d2o,defensivekv,dms:window=32,duo_attention:recent=32,\
+curve_methods=${CURVE_METHODS:-window,ada,attention_gate,attention_matching,cake,cam,chunkkv,compactor,criticalkv,d2o,defensivekv,dms:window=32,duo_attention:recent=32,\
 elastic,ems,expected_attention,fastgen,finch,fixed,h2o,infllm:sinks=4:block=8,keydiff,knorm,kvmerger,kvzip,lagkv,lava,locret,\
 layer_table:table=3;1,merge_on_evict,no_heavy,pyramidkv,qfilters,random,random_attention:recent=32,rkv,simlayerkv:recent=32,sirllm,snapkv,\
 streaming,strided,tova,triattention,vase:window=32}

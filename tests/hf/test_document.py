@@ -24,6 +24,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "simlayerkv": {"recent": 8},
     "fastgen": {"special": "2;3", "punctuation": "5;6", "threshold": 0.7},
     "infllm": {"sinks": 2, "block": 4, "local": 8, "representatives": 2},
+    "attention_matching": {"ask": "5;6"},
     "kvzip": {"ask": "5;6"},
     "random_attention": {"recent": 8},
     "vase": {"window": 8},

@@ -20,6 +20,7 @@ from tests.helpers.hf.families import shared_model
 from tests.helpers.matrix.models import llama, prompts
 
 OPTIONS: dict[str, dict[str, Any]] = {"fastgen": {"special": "1", "punctuation": "5;6"}, "kvzip": {"ask": "5;6"}}
+OPTIONS |= {"attention_matching": OPTIONS["kvzip"]}
 #: Need files, or a model with latents; `full` and `minference` take no budget.
 SKIPPED = {"qfilters"}
 BUDGETS = {"lagkv": 300, "infllm": 180}

@@ -26,6 +26,7 @@ KEPT = {position for begin, end in SPANS for position in range(begin, end)}
 OPTIONS: dict[str, dict[str, Any]] = {
     "fastgen": {"special": "1", "punctuation": "5;6;7"},
     "kvzip": {"ask": "none"},
+    "attention_matching": {"ask": "none"},
     "streaming": {"positions": "absolute"},
     **{name: {"window": 4} for name in ("cake", "defensivekv", "dms", "finch", "lava", "rkv", "snapkv", "vase")},
     "ems": {"window": 4},

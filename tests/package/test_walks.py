@@ -27,6 +27,7 @@ def walks(model: PreTrainedModel) -> Iterator[list[Stay]]:
         "expected_attention": {},
         "sirllm": {},
         "kvzip": {"ask": "5;6"},
+        "attention_matching": {"ask": "5;6"},
         "h2o": {"codec": "int4"},
         "snapkv": {"codec": "kvquant4", "calibration": calibrate(model, text, bits=(4,), windows=2, length=256)},
     }
@@ -58,6 +59,7 @@ def passes(model: Any) -> Iterator[tuple[str, list[Stay]]]:
         "ada": {},
         "fastgen": {"special": "0", "punctuation": "1"},
         "kvzip": {"ask": "5;6"},
+        "attention_matching": {"ask": "5;6"},
         "infllm": {"budget": 170},
         "minference": {"budget": None},
         "rkv": {},

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 import millpond as mp
 from millpond.errors import OptionError
 from millpond.methods import METHODS
-from millpond.methods.kvzip import ReconstructionPolicy
+from millpond.policy.reconstruction_policy import ReconstructionPolicy
 from tests.helpers.hf.families import FAMILIES, shared_model, text
 from tests.helpers.matrix.hidden import equals_a_mask, kept_in_any_chunks
 from tests.helpers.matrix.models import llama, prompts

@@ -15,6 +15,7 @@ from millpond_vllm.settings import BlockRules, EngineSettings, RequestSettings
 #: Why a method cannot act, by a few words of the reason.
 REFUSED = {
     "attention_gate": "hidden states",
+    "attention_matching": "a second time",
     "cake": "among layers by the prompt",
     "cam": "merges entries",
     "d2o": "merges entries",

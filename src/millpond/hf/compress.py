@@ -29,6 +29,7 @@ from millpond.hf.model_support import supported, unwrapped
 from millpond.hf.native_layers.decoder_layers import use_native_layers
 from millpond.hf.signals.output_projection import attach_output_projections
 from millpond.hf.signals.rotary import ModelRotation
+from millpond.policy.matched_merge import MatchAttention
 from millpond.policy.policy import Policy
 from millpond.presets import choose
 from millpond.scalar import number
@@ -129,6 +130,10 @@ def compress(
         raise UnsupportedModelError(
             f"{profile.name} expands the latents (MLA) of all that is kept in each pass, so nothing can leave inside "
             f"it; use {policy.needs.whole_prompt_option}"
+        )
+    if isinstance(policy.merge, MatchAttention) and profile.latent is not None:
+        raise UnsupportedModelError(
+            f"method {method!r} fits values, and the latents (MLA) of {profile.name} are its keys too; use 'kvzip'"
         )
     spec.check()
     for storage in codecs_of(spec.stored):

@@ -2,81 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Annotated
 
-from torch import Tensor
-
-from millpond.errors import OptionError
-from millpond.kernels.decode_rules import Evict, Signal
 from millpond.methods import method
-from millpond.methods._base import MAX_TEXT
 from millpond.methods._options import Sinks
-from millpond.option_ranges import SHARE, SOME_POSITIONS, brief
+from millpond.methods._repetition import REPEAT, Ask, RepeatChunk, asked_ids
+from millpond.option_ranges import SHARE
 from millpond.policy.head_allocation import Ada
 from millpond.policy.layer_allocation import AcrossLayers, EvenLayers
-from millpond.policy.needs import Needs, PromptRepeat, TokenSource
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.scores.attention import Queries
-from millpond.policy.token_classes import ID_DIGITS, IDS
-from millpond.policy.view import View
-
-
-@dataclass(frozen=True, slots=True)
-class Rebuilt:
-    """s_j = max_i max_h A_hij over queries i that repeat the prompt, h of the group."""
-
-    queries: Queries = "none"
-    window: int = 0
-    signal: Signal = Signal.NONE
-    evict: Evict | None = None
-
-    def score(self, view: View, seed: int) -> Tensor:
-        assert view.signal is not None, "the cache provides what the repetition found"
-        return view.signal
-
-
-@dataclass(frozen=True, slots=True)
-class ReconstructionPolicy(Policy):
-    """Policy whose plans use the attention of the model repeating each prompt or turn.
-
-    Attributes:
-        ask: Text that asks for the repetition.
-        ids: The same as token ids; None: not known yet.
-        chunk: Tokens that are repeated in one pass.
-    """
-
-    ask: str = ""
-    ids: tuple[int, ...] | None = None
-    chunk: int = 2048
-
-    def __post_init__(self) -> None:
-        Policy.__post_init__(self)
-        if self.chunk < 1:
-            raise OptionError(f"chunk={self.chunk} must be at least 1")
-        even = isinstance(self.layers, AcrossLayers) or not self.needs_all_layers
-        plain = self.prefill == "once" and not self.every_step and even and self.positions == "absolute"
-        if not (plain and isinstance(self.score, Rebuilt)):
-            raise OptionError("a method that lets the model repeat its prompt cannot be the score of another method")
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(token_ids=True, prompt_repeat=PromptRepeat(self.ids, self.chunk))
-
-    @property
-    def gathers(self) -> bool:
-        """The scores are stored with the entries."""
-        return True
-
-    def with_tokens(self, source: TokenSource) -> ReconstructionPolicy:
-        return self if self.ids is not None else replace(self, ids=source.spell(self.ask))
+from millpond.policy.reconstruction_policy import Rebuilt, ReconstructionPolicy
 
 
 @method("kvzip", paper="arXiv:2505.23416")
 def kvzip(
-    ask: Annotated[str, "prompt of the repetition; or token ids such as 5;6; or none"] = "Repeat the previous context:",
-    chunk: Annotated[int, "tokens that are repeated in one pass", SOME_POSITIONS] = 2048,
+    ask: Ask = REPEAT,
+    chunk: RepeatChunk = 2048,
     alpha: Annotated[float, "share of the budget that every head is guaranteed, 0 to 1", SHARE] = 0.0,
     across: Annotated[bool, "the heads of all layers compete (the paper); else every layer has its budget"] = True,
     sinks: Sinks = 4,
@@ -95,13 +37,6 @@ def kvzip(
     chunks, is repeated when it ends, with what was decoded before it; older entries keep the larger of their scores.
     Not for assisted generation.
     """
-    if len(ask) > MAX_TEXT:
-        raise OptionError(f"kvzip: ask={brief(ask)} has {len(ask):,} characters and may have {MAX_TEXT:,}")
-    parts = [] if ask == "none" else ask.split(";")
-    are_ids = all(part.isdecimal() for part in parts)
-    ids = tuple(int(part) if len(part) <= ID_DIGITS else -1 for part in parts) if are_ids else None
-    if ids and not all(IDS.holds(token_id) for token_id in ids):
-        raise OptionError(f"kvzip: ask={brief(ask)}: token ids must be {IDS}")
     protect = Protect(sinks=sinks)
     return ReconstructionPolicy(
         score=Rebuilt(),
@@ -110,6 +45,6 @@ def kvzip(
         layers=AcrossLayers(protect) if across else EvenLayers(),
         every_step=False,
         ask=ask,
-        ids=ids,
+        ids=asked_ids("kvzip", ask),
         chunk=chunk,
     )

@@ -205,10 +205,12 @@ class PromptRepeat:
     Attributes:
         ids: Token ids of the text that asks for the repetition; None until a tokenizer has encoded it.
         chunk: Tokens that are repeated in one pass.
+        queries: Queries of the repetition that plans see, evenly spread; about as many at most. 0 for none.
     """
 
     ids: tuple[int, ...] | None
     chunk: int
+    queries: int = 0
 
 
 @dataclass(frozen=True, slots=True)

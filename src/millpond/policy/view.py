@@ -52,6 +52,7 @@ class View:
         memory: State of the last merge of this sequence for the next; None for nothing.
         fair: Spans that keep a share of the budget; None for none.
         prompts: [begin, end) of the first prompt and of each later turn, oldest first, for a policy that protects them.
+        repeated_rows: Attention of queries that repeated the prompt, see `rows_of_repetition`; None if none are kept.
     """
 
     positions: Tensor
@@ -74,6 +75,7 @@ class View:
     memory: Tensor | None = None
     fair: FairSpans | None = None
     prompts: tuple[tuple[int, int], ...] = ()
+    repeated_rows: Callable[[int], Tensor] | None = None
 
     @property
     def keys(self) -> Tensor:
@@ -117,6 +119,15 @@ class View:
         """
         assert self.attention_rows is not None, "the cache keeps the last queries for a score that reads them"
         return self.attention_rows(head)
+
+    def rows_of_repetition(self, head: int) -> Tensor:
+        """Return (group, m, N): attention of m queries to a KV head's entries.
+
+        They are some of those that repeated the newest turn, of every query head of the group. It is float32 or wider;
+        a row sums to 1 at most.
+        """
+        assert self.repeated_rows is not None, "the cache keeps queries of the repetition for a policy that reads them"
+        return self.repeated_rows(head)
 
     def received(self, begin: int, end: int) -> Tensor:
         """Return (H, group, N) float32: attention to each entry from its KV head's query heads.

@@ -19,7 +19,9 @@ LENGTHS = (40, 57, 1, 31)
 NEW = 14
 
 #: Methods that the engine runs, with the options that they need.
-METHODS: dict[str, dict[str, Any]] = {name: {} for name in mp.list_methods() if name not in ("kvzip", "sirllm")}
+METHODS: dict[str, dict[str, Any]] = {
+    name: {} for name in mp.list_methods() if name not in ("attention_matching", "kvzip", "sirllm")
+}
 METHODS["fastgen"] = {"special": "1", "punctuation": "5;6;7"}
 METHODS["random_attention"], METHODS["vase"] = {"recent": 8}, {"window": 8}  # a budget of 64 has room beside these
 KEEP_ALL = ("full", "minference")

@@ -18,6 +18,7 @@ OPTIONS |= {
     "duo_attention": {"recent": 8},
     "fastgen": {"special": "1", "punctuation": "5;6;7", "threshold": 0.8},
     "kvzip": {"ask": "none"},
+    "attention_matching": {"ask": "none"},
     "random_attention": {"every": 8, "recent": 8},
     "rkv": {"buffer": 8},
     "triattention": {"every": 8},

@@ -158,6 +158,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "chunkkv": {"score": "h2o", "chunk": 3},
     "criticalkv": {"score": "h2o"},
     "kvzip": {"ask": "5;6", "across": False},
+    "attention_matching": {"ask": "5;6", "across": False},
     **{name: {"window": 4} for name in ("cake", "defensivekv", "lava")},
     "random_attention": {"recent": 4},
     "vase": {"window": 4},

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -14,75 +15,21 @@ from millpond.cache.attention.paged import PagedAttention
 from millpond.cache.entries import read_write
 from millpond.cache.layer.prompt_pages import PromptPages
 from millpond.cache.pages.page_table import PageTable
+from millpond.cache.planning.step_merger import StepMerger
 from millpond.cache.planning.views import ViewBuilder
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.reconstruction import ReconstructionProbe
 from millpond.cache.state.sequence_state import SequenceState
 from millpond.cache.types import Entries, PromptChunk, by_position
 from millpond.errors import BudgetError, OptionError
-from millpond.kernels import ops
-from millpond.kernels.args import MergeArgs
-from millpond.kernels.decode_rules import UNBOUNDED, Reduce
+from millpond.kernels.decode_rules import UNBOUNDED
 from millpond.policy.eviction_plan import EvictionPlan, with_rest
 from millpond.policy.head_rules import NestedPlan
 from millpond.policy.merging import Merged
 from millpond.policy.policy import REDUCE, Policy
 from millpond.policy.protect import kept_beyond_budget
-from millpond.policy.step_merge import StepMergePlan, slot_plan
+from millpond.policy.step_merge import slot_plan
 from millpond.policy.view import View, columns_of
-
-
-class StepMerger:
-    """Execution of the `StepMergePlan` of one layer.
-
-    Attributes:
-        looks_back: Whether the last queries must be kept.
-    """
-
-    def __init__(
-        self, plan: StepMergePlan, reduce: Reduce, attention: PagedAttention, sequence_state: SequenceState
-    ) -> None:
-        self.looks_back = plan.looks_back
-        self._plan = plan
-        self._reduce = reduce
-        self._attention = attention
-        self._sequence_state = sequence_state
-
-    def merge(self, table: PageTable, q_pos: Tensor, due: np.ndarray) -> None:
-        """Bring the sequences that are `due` (S,) bool back to their budgets.
-
-        q_pos (S,): positions of their newest tokens.
-        """
-        table.copy_on_write(whole=True)
-        if not due.all():
-            q_pos = torch.where(torch.from_numpy(due).to(q_pos.device), q_pos, -1)
-        local = self._local(table, due) if self.looks_back else None
-        memory, before = self._memory(table), table.lengths().ravel()
-        plan, budgets = self._plan, (table.capacities, table.recent)
-        ops.merge_slots(MergeArgs(table.regions, *budgets, q_pos, memory, plan.leave, plan.rule, local))
-        table.merged(due, before)
-        if self._plan.rule.moves:
-            for sequence in np.flatnonzero(due).tolist():
-                self._sequence_state.memories[sequence] = memory[sequence]
-
-    def _memory(self, table: PageTable) -> Tensor:
-        """Return what the last merge of each sequence left, (S,) float64; NaN for nothing."""
-        memory = torch.full((table.n_seq,), torch.nan, dtype=torch.float64, device=table.lens.device)
-        for sequence, before in self._sequence_state.memories.items():
-            memory[sequence] = before
-        return memory
-
-    def _local(self, table: PageTable, due: np.ndarray) -> Tensor:
-        """Return the attention of the last queries of each due sequence, by slot, (R, n) float32."""
-        width = int(table.lengths().max(initial=0))
-        local = torch.zeros(table.n_regions, width, device=table.lens.device)
-        for sequence in np.flatnonzero(due).tolist():
-            entries = read_write.read(table, sequence)
-            q, at = self._sequence_state.queries.last(sequence)
-            signal = self._attention.look_back(sequence, q, at, entries, self._reduce)
-            local[table.rows(sequence), : signal.shape[1]] = signal
-        return local
-
 
 T = TypeVar("T")
 
@@ -289,9 +236,19 @@ class Planner:
             self._prompt_ends(sequence, seen)
             self.plan(into, sequence, entries, seen)
 
-        into = pages.end(table, sorted(pending), plan)
+        with self._repeated(reconstruction):
+            into = pages.end(table, sorted(pending), plan)
         pending.clear()
         return into
+
+    @contextmanager
+    def _repeated(self, reconstruction: ReconstructionProbe | None) -> Iterator[None]:
+        """Let views show what a repetition of the prompt has recorded."""
+        before, self.views.repetition = self.views.repetition, reconstruction  # a plan measures its own layer too
+        try:
+            yield
+        finally:
+            self.views.repetition = before
 
     def _prompt_ends(self, sequence: int, seen: int) -> None:
         """Remember where the newest prompt of a sequence lies, if the policy protects prompts."""
@@ -471,8 +428,9 @@ class Planner:
         entries = self.views.signal(sequence, read_write.read(table, sequence))
         if reconstruction is not None:
             entries = _raised(entries, sequence, reconstruction)
-        order = by_position(entries.positions)
-        return of(self.views.of(table, sequence, entries, entries.positions, order, int(entries.positions.max()) + 1))
+        order, seen = by_position(entries.positions), int(entries.positions.max()) + 1
+        with self._repeated(reconstruction):
+            return of(self.views.of(table, sequence, entries, entries.positions, order, seen))
 
 
 def _raised(entries: Entries, sequence: int, reconstruction: ReconstructionProbe) -> Entries:

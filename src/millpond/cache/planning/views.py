@@ -11,6 +11,7 @@ from millpond.cache.attention.paged import PagedAttention
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.state.head_rules import HeadRuleState
 from millpond.cache.state.positions import PositionTracker
+from millpond.cache.state.reconstruction import ReconstructionProbe
 from millpond.cache.state.sequence_state import SequenceState
 from millpond.cache.types import Entries
 from millpond.errors import CacheMismatchError
@@ -20,7 +21,11 @@ from millpond.policy.view import View, columns_of
 
 
 class ViewBuilder:
-    """The views of one layer, which read what the policy requests when it does."""
+    """The views of one layer, which read what the policy requests when it does.
+
+    Attributes:
+        repetition: What a repetition of the prompt has recorded; None outside the plans behind one.
+    """
 
     def __init__(
         self, policy: Policy, tracker: PositionTracker, attention: PagedAttention, sequence_state: SequenceState
@@ -29,6 +34,7 @@ class ViewBuilder:
         self._tracker = tracker
         self._attention = attention
         self._sequence_state = sequence_state
+        self.repetition: ReconstructionProbe | None = None
 
     def of(
         self, table: PageTable, sequence: int, entries: Entries, positions: Tensor, order: Tensor, seen: int
@@ -55,6 +61,10 @@ class ViewBuilder:
         )
         if self._policy.sums_queries:
             view = self._with_moments(view, sequence)
+        queries = None if self.repetition is None else self.repetition.queries(sequence)
+        if queries is not None:
+            rows = self._attention.look_back_rows
+            view = replace(view, repeated_rows=lambda head: rows(sequence, *queries, entries, head)[..., order[head]])
         head_rules = self._sequence_state.head_rules
         return view if head_rules is None else self._with_rules(view, table, head_rules, sequence, entries, order)
 

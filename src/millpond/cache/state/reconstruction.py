@@ -13,17 +13,20 @@ BLOCK = 64
 
 
 class ReconstructionProbe:
-    """Largest attention by position, for the sequences of one layer.
+    """Largest attention by position, for the sequences of one layer, and some of the queries.
 
     Args:
         n_seq: Number of sequences.
         n_kv_heads: KV heads of the layer.
         tokens: Positions to record.
         device: Device of the layer.
+        every: Of the queries of a pass, every so many is kept; 0 for none.
     """
 
-    def __init__(self, n_seq: int, n_kv_heads: int, tokens: int, device: torch.device) -> None:
+    def __init__(self, n_seq: int, n_kv_heads: int, tokens: int, device: torch.device, every: int = 0) -> None:
         self._best = [torch.zeros(n_kv_heads, tokens, device=device)] * n_seq  # replaced, never written to
+        self._every = every
+        self._queries: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def look(
         self,
@@ -48,6 +51,9 @@ class ReconstructionProbe:
             shape: Scale, soft cap and window of the layer.
             log_masses: Added to the logits, (H, N); None for none.
         """
+        if self._every:
+            some = slice(self._every // 2, None, self._every)
+            self._queries.setdefault(sequence, []).append((q[:, some].clone(), q_pos[some].clone()))
         n_heads, (n_kv_heads, n) = len(keys), self._best[sequence].shape
         is_entry = (positions >= 0) & (positions < n)
         if not (shape.softcap or shape.window) and int(q_pos[0]) >= n:
@@ -57,6 +63,11 @@ class ReconstructionProbe:
         column = torch.where(is_entry, positions, n).long()
         by_head = torch.zeros(n_heads, n + 1, device=q.device).scatter_(1, column, largest.float())[:, :n]
         self._best[sequence] = torch.maximum(self._best[sequence], by_head.view(n_kv_heads, -1, n).amax(1))
+
+    def queries(self, sequence: int) -> tuple[Tensor, Tensor] | None:
+        """Return the kept queries (Hq, m, D) and their positions (m,); None if there are none."""
+        parts = self._queries.get(sequence)
+        return None if parts is None else (torch.cat([q for q, _ in parts], 1), torch.cat([at for _, at in parts]))
 
     def at(self, sequence: int, positions: Tensor) -> Tensor:
         """Return the largest attention to positions (H, N), (H, N) float32; 0 at -1."""

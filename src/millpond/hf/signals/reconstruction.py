@@ -63,9 +63,10 @@ class PromptReconstruction:
         done = self._done if len(self._done) == n_seq else np.zeros(n_seq, dtype=np.int64)
         columns, seen = tracker.columns, tracker.seen.copy()
         done = np.maximum(done, self._n_begin_marks(tracker))
-        probes = []
+        probes, n_queries = [], self.settings.queries
+        every = max(1, -(-int((seen - done).max()) // n_queries)) if n_queries else 0
         for layer_cache in cache.layer_caches:
-            probe = ReconstructionProbe(n_seq, layer_cache.stored.shape[1], int(seen.max()), self._device)
+            probe = ReconstructionProbe(n_seq, layer_cache.stored.shape[1], int(seen.max()), self._device, every)
             layer_cache.probe = probe
             probes.append(probe)
         self.running = True
