@@ -23,6 +23,7 @@ class Range:
 
     Attributes:
         above: Whether `low` itself is excluded.
+        odd: Whether even numbers are excluded.
 
     Example:
         >>> Range(0, 1, above=True).holds(0), str(Range(0, 1, above=True))
@@ -32,14 +33,17 @@ class Range:
     low: int | float
     high: int | float
     above: bool = False
+    odd: bool = False
 
     def holds(self, value: int | float) -> bool:
         """Whether a number is in the range; NaN never is."""
-        return (self.low < value if self.above else self.low <= value) and value <= self.high
+        inside = (self.low < value if self.above else self.low <= value) and value <= self.high
+        return inside and (not self.odd or value % 2 == 1)
 
     def __str__(self) -> str:
         low, high = _written(self.low), _written(self.high)
-        return f"above {low} and at most {high}" if self.above else f"{low} to {high}"
+        bounds = f"above {low} and at most {high}" if self.above else f"{low} to {high}"
+        return f"odd, {bounds}" if self.odd else bounds
 
 
 def _written(end: int | float) -> str:
@@ -73,8 +77,8 @@ SHARE = Range(0.0, 1.0)
 SEEDS = Range(0, 2**32 - 1)
 #: Last queries of a prompt that are kept until its plan, and weighed against every entry.
 QUERIES = Range(1, 1024)
-#: Widths of a pool over neighbouring entries: its time grows with them.
-POOL_WIDTHS = Range(1, 255)
+#: Widths of a pool over neighbouring entries, odd so that it keeps its place: its time grows with them.
+POOL_WIDTHS = Range(1, 255, odd=True)
 #: Of a numeric option that declares nothing, such as one of an installed package: what 32 bits hold.
 UNDECLARED = Range(-(2**31), 2**31 - 1)
 

@@ -183,5 +183,8 @@ def test_ranges_read_as_numbers() -> None:
     assert str(Range(1, MAX_POSITIONS)) == "1 to 16,777,216"
     assert str(Range(0.0, 1.0, above=True)) == "above 0 and at most 1"
     assert not Range(0, 1).holds(math.nan)
+    assert str(Range(1, 9, odd=True)) == "odd, 1 to 9"
+    assert [n for n in range(-3, 12) if Range(1, 9, odd=True).holds(n)] == [1, 3, 5, 7, 9]
+    assert not Range(1, 9, odd=True).holds(10**30)
     assert json.loads("1e999") == math.inf
     assert not POSITIONS.holds(math.inf)

@@ -110,5 +110,5 @@ def test_budgets_hold_while_decoding(decode: Any) -> None:
 
 
 def test_an_even_pool_is_refused() -> None:
-    with pytest.raises(OptionError, match="cake: kernel=4 must be odd"):
+    with pytest.raises(OptionError, match="kernel=4 must be odd, 1 to 255"):
         cake(kernel=4)

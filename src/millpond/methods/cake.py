@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millpond.errors import OptionError
 from millpond.kernels.decode_rules import Evict, Signal
 from millpond.methods import method
 from millpond.methods._options import GrowInPaper, SinksAdded
@@ -109,7 +108,7 @@ class Preference:
 @method("cake", paper="arXiv:2503.12491")
 def cake(
     window: Annotated[int, "queries at the prompt's end that are observed; their entries always stay", QUERIES] = 32,
-    kernel: Annotated[int, "width of the average pool over neighbouring positions, odd", POOL_WIDTHS] = 5,
+    kernel: Annotated[int, "width of the average pool over neighbouring positions", POOL_WIDTHS] = 5,
     gamma: Annotated[float, "weight of the variance of an entry's attention", Range(0.0, 1e6)] = 200.0,
     spread: Annotated[float, "temperature of the entropy in a layer's share, tau_1", TEMPERATURE] = 1.0,
     shift: Annotated[float, "temperature of the variance in a layer's share, tau_2", TEMPERATURE] = 1.0,
@@ -130,8 +129,6 @@ def cake(
     shift=0.4 at 1,024 entries; here both are 1, its default. The variance is that of all queries of the window, not an
     estimate by one fewer. decode="evict" keeps the budget while decoding, by the attention since the prompt's end.
     """
-    if kernel % 2 == 0:
-        raise OptionError(f"cake: kernel={kernel} must be odd, so that the pool keeps its place")
     score = MeanAndShift(window, kernel, gamma)
     return Policy(
         score=score,

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millpond.errors import OptionError
 from millpond.kernels.decode_rules import Evict, Signal
 from millpond.methods import method
 from millpond.methods._base import across_layers
@@ -88,7 +87,7 @@ def _at_least_the_mean(worst: Tensor, inside: Tensor) -> Tensor:
 @method("defensivekv", paper="arXiv:2510.13334")
 def defensivekv(
     window: Annotated[int, "queries at the prompt's end that are observed; their entries always stay", QUERIES] = 32,
-    kernel: Annotated[int, "width of the average pool over neighbouring positions, odd", POOL_WIDTHS] = 5,
+    kernel: Annotated[int, "width of the average pool over neighbouring positions", POOL_WIDTHS] = 5,
     mass: Annotated[float, "share of a head's attention that stays whatever its values are, 0 to 1", SHARE] = 0.9,
     across: Annotated[bool, "the heads of all layers compete for one budget (Layer-DefensiveKV)"] = False,
     numbers: Annotated[
@@ -110,8 +109,6 @@ def defensivekv(
     the sum over all entries and heads of the layer, as the paper is said to. A budget below the window's size chooses
     nothing by attention (there nearly everything). The norm takes at most `numbers` numbers of an output.
     """
-    if kernel % 2 == 0:
-        raise OptionError(f"defensivekv: kernel={kernel} must be odd, so that the pool keeps its place")
     policy = Policy(
         score=WorstRisk(window, kernel, mass, numbers),
         protect=Protect(sinks=sinks, recent=window),

@@ -59,9 +59,7 @@ class MergeByImportance:
 @method("ems", paper="arXiv:2412.08521")
 def ems(
     window: Annotated[int, "last queries whose attention counts as local; their entries always stay", QUERIES] = 32,
-    kernel: Annotated[
-        int, "width of a max pool of the score over neighbouring entries, odd; 1 for none", POOL_WIDTHS
-    ] = 1,
+    kernel: Annotated[int, "width of a max pool of the score over neighbouring entries; 1 for none", POOL_WIDTHS] = 1,
     threshold: Annotated[
         float, "entries less like every kept one are dropped; above 1 nothing is merged", Range(-1.0, 10.0)
     ] = 0.6,
@@ -91,8 +89,6 @@ def ems(
     decoding the same happens whenever `every` entries have gathered beyond the budget. A look back at each step would
     cost half of the step.
     """
-    if kernel % 2 == 0:
-        raise OptionError(f"ems: kernel={kernel} must be odd, so that the pool keeps its place")
     if every == "auto":
         every = 8 if decode == "merge" else 1
     if not isinstance(every, int):

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millpond.errors import OptionError
 from millpond.kernels.decode_rules import Evict, Signal
 from millpond.methods import method
 from millpond.methods._options import GrowInPaper, SinksAdded
@@ -78,7 +77,7 @@ class LayerEntropy:
 @method("lava", paper="arXiv:2509.09754")
 def lava(
     window: Annotated[int, "queries at the prompt's end that are observed; their entries always stay", QUERIES] = 32,
-    kernel: Annotated[int, "width of the max pool over neighbouring positions, odd", POOL_WIDTHS] = 7,
+    kernel: Annotated[int, "width of the max pool over neighbouring positions", POOL_WIDTHS] = 7,
     alpha: Annotated[float, "share of the layer's budget that every head is guaranteed, 0 to 1", SHARE] = 0.2,
     sinks: SinksAdded = 0,
     decode: GrowInPaper = "grow",
@@ -97,8 +96,6 @@ def lava(
     blends the floor with a competition without one (allocation="official" of ada); here it is what no head falls below.
     decode="evict" keeps the budget while decoding, by the attention accumulated since the prompt's end.
     """
-    if kernel % 2 == 0:
-        raise OptionError(f"lava: kernel={kernel} must be odd, so that the pool keeps its place")
     score = ValuedAttention(window, kernel)
     return Policy(
         score=score,

@@ -70,7 +70,7 @@ def mean_similarity(keys: Tensor, valid: Tensor, threshold: float, spared: int) 
 def rkv(
     blend: Annotated[float, "weight of importance against redundancy, 0 to 1 (the paper's lambda)", SHARE] = 0.1,
     window: Annotated[int, "last queries that vote; their entries always stay", QUERIES] = 8,
-    kernel: Annotated[int, "width of the max pool over neighbouring positions, odd", POOL_WIDTHS] = 7,
+    kernel: Annotated[int, "width of the max pool over neighbouring positions", POOL_WIDTHS] = 7,
     threshold: Annotated[float, "cosine above which two keys say the same", Range(-1.0, 10.0)] = 0.5,
     spared: Annotated[int, "newest keys like a given one that do not count as redundant to it", Range(0, 16)] = 1,
     reduce: GroupReduce = "max",
@@ -93,8 +93,6 @@ def rkv(
     window out of its softmax). A key to which none is similar spares none (there position 0). decode="grow" plans at
     the end of prompts alone.
     """
-    if kernel % 2 == 0:
-        raise OptionError(f"rkv: kernel={kernel} must be odd, so that the pool keeps its place")
     if decode == "grow" and buffer != 128:
         raise OptionError(f"rkv: buffer={buffer}, but nothing leaves while decoding; leave it out")
     return Policy(

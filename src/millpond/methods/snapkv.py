@@ -2,7 +2,6 @@
 
 from typing import Annotated, Literal
 
-from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import across_layers
 from millpond.methods._options import Across, GrowInPaper, SinksAdded
@@ -15,7 +14,7 @@ from millpond.policy.scores.attention import WindowAttention
 @method("snapkv", paper="arXiv:2404.14469")
 def snapkv(
     window: Annotated[int, "queries at the prompt's end that vote; their entries always stay", QUERIES] = 32,
-    kernel: Annotated[int, "width of the pool over neighbouring positions, odd; the paper has 7", POOL_WIDTHS] = 21,
+    kernel: Annotated[int, "width of the pool over neighbouring positions; the paper has 7", POOL_WIDTHS] = 21,
     pool: Annotated[Literal["max", "avg", "none"], "kind of pool"] = "max",
     reduce: Annotated[
         Literal["mean", "max", "sum"], "query heads of a GQA group to their KV head, before the pool"
@@ -40,8 +39,6 @@ def snapkv(
     head, group times the memory). decode="evict" keeps the budget while decoding, by the attention accumulated since
     the prompt's end.
     """
-    if kernel % 2 == 0:
-        raise OptionError(f"snapkv: kernel={kernel} must be odd, so that the pool keeps its place")
     policy = Policy(
         score=WindowAttention(window=window, kernel=kernel, pool=pool),
         protect=Protect(sinks=sinks, recent=window),

@@ -58,7 +58,7 @@ class WideValuesAndDraws(WrappedScore):
 def vase(
     large: Annotated[float, "share of the budget for the widest values, sinks among them, 0 to 1", SHARE] = 0.25,
     window: Annotated[int, "last queries whose attention weighs the draw; their entries always stay", QUERIES] = 64,
-    kernel: Annotated[int, "width of the average pool over neighbouring positions, odd", POOL_WIDTHS] = 5,
+    kernel: Annotated[int, "width of the average pool over neighbouring positions", POOL_WIDTHS] = 5,
     every: RoundLength = 64,
     prompt: PromptStays = False,
     sinks: Sinks = 4,
@@ -78,8 +78,6 @@ def vase(
     pool are neighbours in the text (there slots in the order of an earlier round). prompt=true protects the prompt as
     `random_attention` does, the control that this has to beat.
     """
-    if kernel % 2 == 0:
-        raise OptionError(f"vase: kernel={kernel} must be odd, so that the pool keeps its place")
     return Policy(
         score=WideValuesAndDraws(WindowAttention(window=window, kernel=kernel, pool="avg"), large, sinks),
         protect=Protect(sinks=sinks, recent=window, prompt=prompt),
