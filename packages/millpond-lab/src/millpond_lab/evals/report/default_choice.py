@@ -14,13 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from millpond_lab.evals.report.board import FULL, BoardRow, Setting, kept, mean_bytes
+from millpond_lab.evals.report.board import FULL, SOLVED, BoardRow, Setting, kept, mean_bytes
 from millpond_lab.evals.report.leaderboard import markdown_table
 
 #: Least share of the full cache's score that a default keeps on each task, and least lower end of its interval.
 LEAST, LEAST_LOW = 0.97, 0.93
-#: Least score of the full cache on a task that counts.
-SOLVED = 0.5
 #: What the presets keep at least on each task, the largest first; the lower end counts for the default alone.
 PRESETS = {"light": 0.99, "balanced": LEAST, "tiny": 0.90}
 
