@@ -4,7 +4,7 @@
 #   benchmarks/quality/board.sh quick            # one model, 1,024 tokens, two contexts: minutes
 #   benchmarks/quality/board.sh tasks            # which tasks are solved, 25 contexts each
 #   benchmarks/quality/board.sh default          # settings that a default could have, and the choice
-#   benchmarks/quality/board.sh stored evicting formats equal
+#   benchmarks/quality/board.sh chosen stored evicting formats equal writing
 #
 # MODELS: names and places, "smollm2-135m=smollm2-135m qwen2.5-coder-0.5b=FOLDER". DTYPE: of the models; f32 where the
 # CPU has no bf16. Each runs on one core.
@@ -38,12 +38,12 @@ for part in "${@:-quick}"; do
         "$BIN/python" benchmarks/quality/default_choice.py --rows "$to/board.json" --out "$to/choice.json"
         ;;
     tasks) each board_tasks.py --rows "$ROWS/board-tasks.json" ;;
-    default | stored | evicting | formats | equal)
+    default | chosen | stored | evicting | formats | equal | writing)
         each board.py --tasks "$ROWS/board-tasks.json" --settings "$part" --rows "$ROWS/board.json"
         "$BIN/python" benchmarks/quality/default_choice.py --rows "$ROWS/board.json" --out "$ROWS/default-choice.json"
         ;;
     *)
-        echo "board.sh: $part is none of quick, tasks, default, stored, evicting, formats, equal" >&2
+        echo "board.sh: $part is none of quick, tasks, default, chosen, stored, evicting, formats, equal, writing" >&2
         exit 2
         ;;
     esac

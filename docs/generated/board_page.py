@@ -6,6 +6,7 @@ from generated.results import read
 from millpond.presets import DEFAULT_PRESET, PRESETS
 from millpond_lab.evals.report.board import Setting, board_page, summary_table
 from millpond_lab.evals.report.default_choice import choice_table, choose
+from millpond_lab.evals.report.orders import orders_table
 
 #: Models of the README's table, as it names them.
 NAMES = {"smollm2-135m": "SmolLM2-135M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B"}
@@ -27,7 +28,15 @@ def board() -> str:
         else f"Families of tasks with rows: {len(families)}; the rule wants {FAMILIES}."
     )
     made = "`benchmarks/quality/board.sh` makes the rows, and `board.sh quick` a few of them in minutes."
-    return f"{board_page(report)}\n{table}\n{note}\n{made}\n"
+    orders = (
+        "## Orders that papers state\n\n"
+        "Differences of mean scores over the same contexts, with 95 % intervals (bootstrap over contexts), on tasks "
+        "that the full cache solves.\n"
+        "An order holds here where the whole interval is above 0; where these models solve no task of the paper's "
+        "kind, the command tries it on the paper's own model.\n\n"
+        f"{orders_table(report, NAMES)}"
+    )
+    return f"{board_page(report)}\n{table}\n{note}\n{made}\n\n{orders}\n"
 
 
 def board_summary() -> str:
