@@ -13,7 +13,8 @@ from functools import cache
 from pathlib import Path
 
 from generated.api_page import api_page
-from generated.board_page import board, board_summary
+from generated.board_page import NAMES as BOARD_MODELS
+from generated.board_page import board, board_summary, in_short, presets
 from generated.cli_page import cli_page
 from generated.gpu_tables import gpu_section
 from generated.gpu_tables import read as read_gpu_rows
@@ -44,6 +45,7 @@ from millpond_lab.evals.report import claims_page
 from millpond_lab.evals.report.claims import read_findings
 from millpond_lab.evals.report.curves import CurvePanel, curves_of, panels
 from millpond_lab.evals.report.leaderboard import render
+from millpond_lab.evals.report.plots import board as board_plot
 from millpond_lab.evals.report.plots.curve import curve_picture, digest, is_current
 from millpond_lab.evals.report.plots.style import write
 from millpond_lab.markdown import one_per_line
@@ -56,6 +58,7 @@ CURVES = ("curves-aware", "curves-agnostic")  # on the pages of the methods, not
 CODECS = RESULTS / "codecs-text"
 MORE_CODECS = RESULTS / "codecs-text-papers"
 PICTURES = ROOT / "docs" / "images" / "quality"
+BOARD_PICTURE = ROOT / "docs" / "images" / "board.svg"
 CHOOSE = ROOT / "docs" / "how-to" / "choose-a-method.md"
 CODECS_PAGE = ROOT / "docs" / "how-to" / "codecs.md"
 OFFLOAD = ROOT / "docs" / "how-to" / "offload.md"
@@ -146,6 +149,9 @@ def main() -> None:
     stale = [path for path, text in pages().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     drawn = {path: shown for path, shown in pictures().items() if not is_current(path, digest(shown))}
     stale += drawn
+    answers = in_short(), BOARD_MODELS, presets()
+    if stale_board := not is_current(BOARD_PICTURE, board_plot.digest(*answers)):
+        stale.append(BOARD_PICTURE)
     names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
     if "--check" in sys.argv[1:]:
         sys.exit(f"stale: {names}; run make docs-pages" if stale else 0)
@@ -154,6 +160,8 @@ def main() -> None:
         path.write_text(text, encoding="utf-8")
     for path, shown in drawn.items():
         write(curve_picture(shown), path, about=digest(shown))
+    if stale_board:
+        write(board_plot.board_picture(*answers), BOARD_PICTURE, about=board_plot.digest(*answers))
     print(f"written: {names}" if stale else "all pages were current")
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from generated.results import read
 from millpond.presets import DEFAULT_PRESET, PRESETS
-from millpond_lab.evals.report.board import Setting, board_page, summary_table
+from millpond_lab.evals.report.board import Setting, board_page
+from millpond_lab.evals.report.board_summary import Summary, summary, summary_table
 from millpond_lab.evals.report.default_choice import choice_table, choose
 from millpond_lab.evals.report.orders import orders_table
 
@@ -36,14 +37,25 @@ def board() -> str:
         "kind, the command tries it on the paper's own model.\n\n"
         f"{orders_table(report, NAMES)}"
     )
-    return f"{board_page(report)}\n{table}\n{note}\n{made}\n\n{orders}\n"
+    picture = "![Right answers that are kept over the bytes that are held, for two real models](images/board.svg)"
+    body = board_page(report).replace("\n\n", f"\n\n{picture}\n\n", 1)
+    return f"{body}\n{table}\n{note}\n{made}\n\n{orders}\n"
 
 
 def board_summary() -> str:
     """The table of both models, with the presets named."""
-    table = summary_table(read("board"), NAMES)
-    for name, preset in PRESETS.items():
-        setting = Setting(preset["method"], preset.get("budget", ""), preset["codec"])
+    table = summary_table(in_short(), NAMES)
+    for setting, name in presets().items():
         default = ", the default" if name == DEFAULT_PRESET else ""
         table = table.replace(f"| `{setting}` |", f"| `{setting}`: preset `{name}`{default} |")
     return table
+
+
+def in_short() -> Summary:
+    """What each setting keeps of both models' answers."""
+    return summary(read("board"), list(NAMES))
+
+
+def presets() -> dict[Setting, str]:
+    """The presets by their settings."""
+    return {Setting(one["method"], one.get("budget", ""), one["codec"]): name for name, one in PRESETS.items()}

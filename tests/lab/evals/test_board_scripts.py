@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from millpond_lab.evals.decoding.record import Cell, Record
-from millpond_lab.evals.report.board import Setting, kept, summary_table
+from millpond_lab.evals.report.board import Setting, kept
+from millpond_lab.evals.report.board_summary import summary, summary_table
 from millpond_lab.evals.report.default_choice import choice_table, choose, judged
 from millpond_lab.evals.task import TASKS, task
 from tests.helpers.evals.small import TinyTask, save_tiny, tiny_samples
@@ -118,14 +119,18 @@ def test_the_summary_has_the_mean_and_the_worst_of_the_tasks_that_are_solved() -
             "full,,rotated4": {"bytes": 0.31, "facts": full[:7]},
         },
     )
-    lines = summary_table(rows, {"one": "First", "two": "Second"}).splitlines()
+    lines = summary_table(summary(rows, ["one", "two"]), {"one": "First", "two": "Second"}).splitlines()
     assert lines[0] == "| setting | bytes | First, 2 tasks | Second, 1 task |"
     assert [line.split("`")[1] for line in lines[2:]] == ["full", "full int4"], "rotated4 lacks contexts of the second"
     assert "| score 1.00 | score 1.00 |" in lines[2]
     assert "| 0.75; code 0.50 (" in lines[3]
     assert lines[3].endswith("| 1.00; facts 1.00 (1.00 to 1.00) |")
     fewer = report(one={"full": {"bytes": 1, "a": full, "b": full}, "full,,int4": {"bytes": 0.3, "a": full}})
-    assert summary_table(fewer, {"one": "First"}).splitlines()[3].endswith("a 1.00 (1.00 to 1.00), of 1 task |")
+    assert (
+        summary_table(summary(fewer, ["one"]), {"one": "First"})
+        .splitlines()[3]
+        .endswith("a 1.00 (1.00 to 1.00), of 1 task |")
+    )
 
 
 def test_the_fewest_bytes_that_keep_enough_on_every_task_are_chosen() -> None:

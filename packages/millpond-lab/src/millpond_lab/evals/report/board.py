@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,56 +95,3 @@ def board_page(report: Mapping[str, Any]) -> str:
         )
         parts.append(f"## {name}\n\n{note}\n\n{board_table(own['rows'])}")
     return "\n\n".join(part.strip() for part in parts) + "\n"
-
-
-def summary_table(report: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    """One table of all models: what each setting keeps on the tasks that the full cache solves, and on the worst.
-
-    Settings are in it that have rows of every context of a task of each model; of how many tasks is said where it is
-    not of all.
-
-    Args:
-        names: of the models, as their columns show them.
-    """
-    tasks = {name: _solved(report["models"][name]["rows"]) for name in names}
-    settings = dict.fromkeys(Setting(*row["setting"]) for name in names for row in report["models"][name]["rows"])
-    lines = []
-    for setting in settings:
-        own = {name: _complete(tasks[name], setting) for name in names}
-        if all(own.values()):
-            cells = [_least(tasks[name], own[name]) for name in names]
-            lines.append((mean_bytes([row for rows in own.values() for row in rows]), setting, cells))
-    lines.sort(key=lambda line: -line[0])
-    heads = ("setting", "bytes", *(f"{shown}, {_count(tasks[name])}" for name, shown in names.items()))
-    return markdown_table(heads, [(f"`{setting}`", f"{share:.0%}", *cells) for share, setting, cells in lines])
-
-
-def _solved(rows: Sequence[BoardRow]) -> dict[str, dict[Setting, BoardRow]]:
-    """The rows of each family that the full cache solves."""
-    found: dict[str, dict[Setting, BoardRow]] = {}
-    for row in rows:
-        found.setdefault(row["family"], {})[Setting(*row["setting"])] = row
-    return {family: own for family, own in found.items() if np.mean(own[FULL]["scores"]) >= SOLVED}
-
-
-def _complete(tasks: Mapping[str, Mapping[Setting, BoardRow]], setting: Setting) -> list[BoardRow]:
-    """The rows of a setting that have as many contexts as the full cache's."""
-    rows = [own[setting] for own in tasks.values() if setting in own]
-    return [row for row in rows if len(row["scores"]) == len(tasks[row["family"]][FULL]["scores"])]
-
-
-def _count(tasks: Sized) -> str:
-    return f"{len(tasks)} task{'s' * (len(tasks) > 1)}"
-
-
-def _least(tasks: Mapping[str, Mapping[Setting, BoardRow]], rows: Sequence[BoardRow]) -> str:
-    """The mean share that is kept over tasks, and the least with its interval."""
-    if Setting(*rows[0]["setting"]) == FULL:
-        return f"score {np.mean([np.mean(row['scores']) for row in rows]):.2f}"
-    shares = {row["family"]: kept(row["scores"], tasks[row["family"]][FULL]["scores"]) for row in rows}
-    worst = min(shares, key=lambda family: shares[family][0])
-    mean, low, high = shares[worst]
-    of = "" if len(rows) == len(tasks) else f", of {_count(rows)}"
-    return (
-        f"{np.mean([share for share, _, _ in shares.values()]):.2f}; {worst} {mean:.2f} ({low:.2f} to {high:.2f}){of}"
-    )
