@@ -188,6 +188,15 @@ def test_stored_forms_are_chosen_among_themselves_and_claimed_formats_not_at_all
     assert choice_table(choose(only)).count("Tasks: ") == 1
 
 
+def test_tasks_that_the_full_cache_does_not_solve_count_for_nothing() -> None:
+    rows = report(one={"full": {"bytes": 1, "facts": [1.0] * 4}, "full,,int8": {"bytes": 0.5, "facts": [1.0] * 4}})
+    more = report(one={"full": {"bytes": 1.1, "code": [0.25] * 4}, "full,,int8": {"bytes": 0.9, "code": [0.0] * 4}})
+    rows["models"]["one"]["rows"] += more["models"]["one"]["rows"]
+    found = choose(rows)
+    assert found["default"] == Setting("full", "", "int8")
+    assert [(one["bytes"], one["even"]["mean"]) for one in found["settings"]] == [(0.5, 1.0)]
+
+
 def test_a_low_end_counts_for_the_default() -> None:
     full, uneven = [1.0] * 8, [0.9, 1.0, *[1.0] * 6]
     rows = report(one={"full,,auto": {"bytes": 1.0, "facts": full}, "full,,int4": {"bytes": 0.3, "facts": uneven}})

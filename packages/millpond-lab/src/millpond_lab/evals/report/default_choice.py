@@ -39,15 +39,23 @@ class Judged:
         return self.mean >= LEAST and self.low >= LEAST_LOW
 
 
-def scores_of(report: Mapping[str, Any]) -> tuple[dict[Setting, dict[Task, list[float]]], dict[Setting, float]]:
-    """The score of each context by setting and task, and the share of bytes of each setting, its mean over tasks."""
+def scores_of(
+    report: Mapping[str, Any], models: Sequence[str] | None
+) -> tuple[dict[Setting, dict[Task, list[float]]], dict[Setting, float]]:
+    """The score of each context by setting and task, and the mean share of bytes of each setting.
+
+    Tasks are those of `models`, or of all, that the full cache solves.
+    """
     scores: dict[Setting, dict[Task, list[float]]] = {}
     rows: dict[Setting, list[BoardRow]] = {}
     for model, own in report["models"].items():
-        for row in own["rows"]:
-            setting = Setting(*row["setting"])
-            scores.setdefault(setting, {})[model, row["family"]] = row["scores"]
-            rows.setdefault(setting, []).append(row)
+        full = {row["family"]: row["scores"] for row in own["rows"] if Setting(*row["setting"]) == FULL}
+        for row in own["rows"] if models is None or model in models else ():
+            whole = full[row["family"]]
+            if sum(whole) >= SOLVED * len(whole):
+                setting = Setting(*row["setting"])
+                scores.setdefault(setting, {})[model, row["family"]] = row["scores"]
+                rows.setdefault(setting, []).append(row)
     return scores, {setting: mean_bytes(own) for setting, own in rows.items()}
 
 
@@ -71,12 +79,8 @@ def form_of(setting: Setting) -> str:
 
 def choose(report: Mapping[str, Any], models: Sequence[str] | None = None) -> dict[str, Any]:
     """The choice among live caches and, under "stored", among stored forms, with what each keeps on both halves."""
-    scores, shares = scores_of(report)
-    full = {
-        task: own
-        for task, own in scores[FULL].items()
-        if (models is None or task[0] in models) and sum(own) >= SOLVED * len(own)
-    }
+    scores, shares = scores_of(report, models)
+    full = scores.get(FULL, {})
     forms: dict[str, dict[Setting, dict[Task, list[float]]]] = {"live": {}, "stored": {}, "claimed": {}}
     for setting, own in scores.items():
         if setting != FULL:
