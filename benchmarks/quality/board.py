@@ -45,6 +45,8 @@ DEFAULT: tuple[Setting, ...] = (
     Setting("full", codec="int8+int4"),
     Setting("full", codec="int4"),
     Setting("full", codec="rotated4"),
+    Setting("full", codec="rotated3"),
+    Setting("full", codec="rotated2"),
 )
 #: Fewer entries in 4 bits: about 20, 10 and 5 % of the bytes, and a tenth in plain numbers.
 EVICTING: tuple[Setting, ...] = (
@@ -76,14 +78,12 @@ METHODS = (
 FEWEST = ("defensivekv:across=true", "attention_matching", "kvzip")
 #: Texts that wait or travel in a storage codec, about 16, 12, 11, 10, 9, 8 and 6 % of the bytes.
 STORED: tuple[Setting, ...] = tuple(Setting(f"stored:bits={bits:g}") for bits in (2, 1.5, 1.25, 1.1, 1, 0.75, 0.5))
-#: Number formats alone; what `turboquant` takes is claimed and not stored.
+#: A reference of other codes; what they take is claimed and not stored.
 FORMATS: tuple[Setting, ...] = (
     Setting("turboquant:bits=4"),
     Setting("turboquant:bits=4:unbiased=true"),
     Setting("turboquant:bits=3"),
     Setting("turboquant:bits=2"),
-    Setting("full", codec="rotated3"),
-    Setting("full", codec="rotated2"),
 )
 #: Shares of the entries that take 20, 10 and 5 % of the bytes in plain numbers.
 EQUAL: tuple[Setting, ...] = (
