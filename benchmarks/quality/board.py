@@ -116,10 +116,10 @@ def row_of(cell: Cell, family: str, records: Sequence[Record], width: int) -> di
     Contexts are in the order in which they are read, so that those of an interrupted run are the first of a whole one.
 
     Args:
-        width: bytes of a number of the model.
+        width: bytes of a number of the model; 0 for what tells no bytes of bf16: those of the cache itself then.
     """
     each = list(by_sample(records).values())
-    shares = [own[0].extra.get(CLAIMED, own[0].bf16_kv_bytes * width / WIDTH / own[0].full_kv_bytes) for own in each]
+    shares = [_share(own[0], width) for own in each]
     return {
         "setting": [cell.method, cell.budget, cell.codec],
         "family": family,
@@ -130,6 +130,11 @@ def row_of(cell: Cell, family: str, records: Sequence[Record], width: int) -> di
         "bytes": float(np.mean(shares)),
         "scores": [round(float(np.mean([record.score for record in own])), 4) for own in each],
     }
+
+
+def _share(record: Record, width: int) -> float:
+    held = record.bf16_kv_bytes * width / WIDTH if width else record.kv_bytes
+    return record.extra.get(CLAIMED, held / record.full_kv_bytes)
 
 
 def rows_of(plan: EvalPlan, family: str, folder: Path, width: int) -> list[dict[str, Any]]:
@@ -187,11 +192,11 @@ def main() -> None:
             run(plan, model, tokenizer, folder)
         finally:  # what an interrupted run has answered is kept too
             fresh = rows_of(plan, form["family"], folder, model.dtype.itemsize)
-            _write(args.rows, name, fresh, {"dtype": args.dtype, "seed": SEED, "machine": asdict(describe_machine())})
+            add_rows(args.rows, name, fresh, {"dtype": args.dtype, "seed": SEED, "machine": asdict(describe_machine())})
         print(f"{name}: {form['family']}: {len(fresh)} settings, {time.process_time() - begun:.0f} CPU s", flush=True)
 
 
-def _write(path: Path, name: str, fresh: Sequence[dict[str, Any]], note: dict[str, Any]) -> None:
+def add_rows(path: Path, name: str, fresh: Sequence[dict[str, Any]], note: dict[str, Any]) -> None:
     """Add rows to the results, in place of those of the same setting and task."""
     report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"models": {}}
     own = report["models"].setdefault(name, {"rows": []})

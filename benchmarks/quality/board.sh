@@ -5,6 +5,7 @@
 #   benchmarks/quality/board.sh tasks            # which tasks are solved, 25 contexts each
 #   benchmarks/quality/board.sh default          # settings that a default could have, and the choice
 #   benchmarks/quality/board.sh chosen stored evicting formats equal writing
+#   benchmarks/quality/board.sh kvpress          # its own presses, after benchmarks/peers/kvpress_env.sh
 #
 # MODELS: names and places, "smollm2-135m=smollm2-135m qwen2.5-coder-0.5b=FOLDER". DTYPE: of the models; f32 where the
 # CPU has no bf16. Each runs on one core.
@@ -42,8 +43,9 @@ for part in "${@:-quick}"; do
         each board.py --tasks "$ROWS/board-tasks.json" --settings "$part" --rows "$ROWS/board.json"
         "$BIN/python" benchmarks/quality/default_choice.py --rows "$ROWS/board.json" --out "$ROWS/default-choice.json"
         ;;
+    kvpress) each board_peer.py --tasks "$ROWS/board-tasks.json" --rows "$ROWS/board.json" ;;
     *)
-        echo "board.sh: $part is none of quick, tasks, default, chosen, stored, evicting, formats, equal, writing" >&2
+        echo "board.sh: $part is none of quick, tasks, default, chosen, stored, evicting, formats, equal, writing, kvpress" >&2
         exit 2
         ;;
     esac

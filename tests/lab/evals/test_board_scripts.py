@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -195,6 +196,32 @@ def test_tasks_that_the_full_cache_does_not_solve_count_for_nothing() -> None:
     found = choose(rows)
     assert found["default"] == Setting("full", "", "int8")
     assert [(one["bytes"], one["even"]["mean"]) for one in found["settings"]] == [(0.5, 1.0)]
+
+
+def test_rows_of_a_peer_are_named_with_it_and_chosen_by_nobody(board: ModuleType, tmp_path: Path) -> None:
+    peer = importlib.import_module("board_peer")
+    cells = [
+        Cell("m", method, budget, "auto", "t", "agnostic", 7, "kvpress 0.5")
+        for method, budget in (("full", ""), ("SnapKVPress", "20%"), ("KVzipPress", "20%"))
+    ]
+    ours = Cell("m", "snapkv", "20%", "auto", "t", "agnostic", 7, "millpond")
+    held = {cells[0].key: 100, cells[1].key: 20, cells[2].key: 130, ours.key: 20}
+    with (tmp_path / "samples.jsonl").open("w") as file:
+        for cell in (*cells[:2], ours, cells[2]):
+            for sample in ("7-0", "7-1"):
+                record = Record(cell.key, sample, 0, "", 0.5, 1.0, 9, 0.2, held[cell.key], 100)
+                file.write(json.dumps(asdict(record)) + "\n")
+    rows = peer.peer_rows(cells, "facts", tmp_path)
+    assert [(row["setting"], row["bytes"]) for row in rows] == [
+        (["kvpress/full", "", "auto"], 1.0),
+        (["kvpress/SnapKVPress", "20%", "auto"], 0.2),
+        (["kvpress/KVzipPress", "20%", "auto"], 1.3),
+    ]
+    own = report(one={"full": {"bytes": 1, "facts": [1.0] * 4}, "full,,int8": {"bytes": 0.5, "facts": [1.0] * 4}})
+    own["models"]["one"]["rows"] += [row | {"scores": [1.0] * 4} for row in rows]
+    found = choose(own)
+    assert found["default"] == Setting("full", "", "int8")
+    assert found["presets"]["tiny"] == Setting("full", "", "int8")
 
 
 def test_a_low_end_counts_for_the_default() -> None:

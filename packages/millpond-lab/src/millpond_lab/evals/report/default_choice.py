@@ -73,15 +73,17 @@ def chosen(first: dict[Setting, Judged], shares: dict[Setting, float], least: fl
 
 
 def form_of(setting: Setting) -> str:
-    """Which choice a setting stands in: "live", "stored", or "claimed" for formats whose bytes no cache holds."""
-    return {"stored": "stored", "turboquant": "claimed"}.get(setting.method.partition(":")[0], "live")
+    """Which choice a setting stands in: "live" or "stored"; "other" is a peer, or a format that no cache holds."""
+    if setting.method.startswith(("turboquant", "kvpress/")):
+        return "other"
+    return "stored" if setting.method.startswith("stored") else "live"
 
 
 def choose(report: Mapping[str, Any], models: Sequence[str] | None = None) -> dict[str, Any]:
     """The choice among live caches and, under "stored", among stored forms, with what each keeps on both halves."""
     scores, shares = scores_of(report, models)
     full = scores.get(FULL, {})
-    forms: dict[str, dict[Setting, dict[Task, list[float]]]] = {"live": {}, "stored": {}, "claimed": {}}
+    forms: dict[str, dict[Setting, dict[Task, list[float]]]] = {"live": {}, "stored": {}, "other": {}}
     for setting, own in scores.items():
         if setting != FULL:
             forms[form_of(setting)][setting] = own
