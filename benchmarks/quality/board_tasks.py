@@ -75,7 +75,7 @@ FORMS: tuple[Form, ...] = (
     *_forms("chat facts", "chat_facts:questions=4:begun=true", 2048, 1024, chat=False),
     *_forms("turns", "prose_facts:questions=4", 4096, 2048, 1024, protocol="turns"),
     *_forms("code", "code:questions=4", 4096, 2048, 1024, chat=False),
-    *_forms("stated facts", "stated_facts:questions=4", 2048, 1024),
+    *_forms("stated facts", "stated_facts:questions=4:prompt=0.8", 2048, 1024),
     *_forms("instructions", "instructions:questions=4:rules=3", 2048, 1024, chat=False),
     *_forms("instructions", "instructions:questions=4:rules=2:examples=2", 2048, 1024, chat=False),
     *_forms("instructions", "instructions:questions=4:rules=1:examples=4", 2048, 1024, chat=False),
