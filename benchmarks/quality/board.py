@@ -28,6 +28,7 @@ import torch
 from board_tasks import ASKED, SEED, solved
 
 import millpond as mp
+from millpond.errors import unknown
 from millpond_lab.bench.common.machine import describe_machine
 from millpond_lab.evals.decoding.record import CLAIMED, Cell, Record
 from millpond_lab.evals.harness.plan import EvalPlan
@@ -137,20 +138,30 @@ def _share(record: Record, width: int) -> float:
     return record.extra.get(CLAIMED, held / record.full_kv_bytes)
 
 
-def rows_of(plan: EvalPlan, family: str, folder: Path, width: int) -> list[dict[str, Any]]:
+def rows_of(cells: Sequence[Cell], family: str, folder: Path, width: int) -> list[dict[str, Any]]:
     """A row for each setting of which contexts were answered in full: the first ones, as they are read in order."""
     records: dict[str, list[Record]] = {}
     for record in read_samples(folder):
         records.setdefault(record.cell, []).append(record)
-    return [row_of(cell, family, records[cell.key], width) for cell in plan.cells() if records.get(cell.key)]
+    return [row_of(cell, family, records[cell.key], width) for cell in cells if records.get(cell.key)]
 
 
 # ---------------------------------------------------------------------- running
 
 
 def tasks_of(path: Path, name: str, families: Sequence[str] | None) -> list[dict[str, Any]]:
-    """The solved forms of a model, of the named families in their order."""
-    found = {row["family"]: row for row in solved(json.loads(path.read_text(encoding="utf-8"))["models"][name]["rows"])}
+    """The solved forms of a model, of the named families in their order.
+
+    Raises:
+        OptionError: `path` has no rows of the model, or none of a family that it solves.
+    """
+    models = json.loads(path.read_text(encoding="utf-8"))["models"]
+    if name not in models:
+        raise unknown("model", name, models)
+    found = {row["family"]: row for row in solved(models[name]["rows"])}
+    for family in families or ():
+        if family not in found:
+            raise unknown("solved family", family, found)
     return [found[family] for family in (families or found)]
 
 
@@ -191,7 +202,7 @@ def main() -> None:
         try:
             run(plan, model, tokenizer, folder)
         finally:  # what an interrupted run has answered is kept too
-            fresh = rows_of(plan, form["family"], folder, model.dtype.itemsize)
+            fresh = rows_of(plan.cells(), form["family"], folder, model.dtype.itemsize)
             add_rows(args.rows, name, fresh, {"dtype": args.dtype, "seed": SEED, "machine": asdict(describe_machine())})
         print(f"{name}: {form['family']}: {len(fresh)} settings, {time.process_time() - begun:.0f} CPU s", flush=True)
 

@@ -19,32 +19,26 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from board import ASKED, SEED, add_rows, row_of, tasks_of
+from board import ASKED, SEED, add_rows, rows_of, tasks_of
 
 import millpond as mp
 from millpond.models.load import resolve
 from millpond_lab.bench.common.machine import describe_machine
-from millpond_lab.evals.decoding.record import Cell, Record
-from millpond_lab.evals.harness.summary import read_samples
+from millpond_lab.evals.decoding.record import Cell
 from millpond_lab.evals.peers.process import RestartingPeer
 from millpond_lab.evals.peers.run import PeerPlan, run_peer
 from millpond_lab.evals.spec import Spec, parse_specs
 
 PRESSES = "SnapKVPress,AdaKVPress(SnapKVPress),ExpectedAttentionPress,KeyDiffPress,KVzipPress"
+#: Families of tasks that a peer cannot be asked, and why.
+CANNOT = {"turns": "its cache has no later turns", "stated facts": "it is not fed token by token"}
 SCRIPT = Path(__file__).parents[1] / "peers" / "kvpress_eval.py"
 
 
 def peer_rows(cells: Sequence[Cell], family: str, folder: Path) -> list[dict[str, Any]]:
     """A row for each press and budget of which contexts were answered; its method is named with the peer before it."""
-    records: dict[str, list[Record]] = {}
-    for record in read_samples(folder):
-        records.setdefault(record.cell, []).append(record)
-    found = [(cell, records[cell.key]) for cell in cells if records.get(cell.key)]
-    rows = []
-    for cell, own in found:
-        row = row_of(cell, family, own, width=0)
-        rows.append(row | {"setting": [f"kvpress/{cell.method}", cell.budget, cell.codec]})
-    return rows
+    rows = rows_of(cells, family, folder, width=0)
+    return [row | {"setting": [f"kvpress/{row['setting'][0]}", *row["setting"][1:]]} for row in rows]
 
 
 def main() -> None:
@@ -67,6 +61,9 @@ def main() -> None:
     peer = RestartingPeer([*start, "--device", "cpu", "--threads", threads], list(map(str, methods)))
     model, tokenizer = mp.load_model(args.model, args.dtype), mp.load_tokenizer(args.model)
     for form in tasks_of(args.tasks, name, args.families.split(";") if args.families else None):
+        if form["family"] in CANNOT:
+            print(f"{name}: {form['family']}: left out: {CANNOT[form['family']]}", flush=True)
+            continue
         asked, begun = ASKED if "questions=" in form["task"] else 1, time.perf_counter()
         plan = PeerPlan(
             name,

@@ -38,8 +38,7 @@ def board() -> str:
         f"{orders_table(report, NAMES)}"
     )
     picture = "![Right answers that are kept over the bytes that are held, for two real models](images/board.svg)"
-    body = board_page(report).replace("\n\n", f"\n\n{picture}\n\n", 1)
-    return f"{body}\n{table}\n{note}\n{made}\n\n{orders}\n"
+    return f"{board_page(report, picture)}\n{table}\n{note}\n{made}\n\n{orders}\n"
 
 
 def board_summary() -> str:

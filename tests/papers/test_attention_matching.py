@@ -210,6 +210,9 @@ def test_windows(name: str) -> None:
     model, ids = shared_model(name), text(1, 30)
     with torch.no_grad(), mp.compress(model, "attention_matching", 9, **SETTINGS) as cache:
         model(ids, cache=cache)
+        masses = [layer.read(0).log_masses for layer in cache.layer_caches]
+        assert any(found is not None and bool(found.any()) for found in masses)
+        assert all(found is not None and bool(found.isfinite().all()) for found in masses)
         assert model(ids[:, :3], cache=cache).logits.isfinite().all()
         cache.check_integrity()
 
@@ -222,6 +225,8 @@ def test_latents_are_refused() -> None:
 def test_options() -> None:
     with pytest.raises(OptionError, match="queries=0 must be 1 to 8,192"):
         METHODS.get("attention_matching")(queries=0)
+    with pytest.raises(OptionError, match="masses=false and values=false leave nothing to fit; use kvzip"):
+        METHODS.get("attention_matching")(masses=False, values=False)
     with pytest.raises(OptionError, match="ridge"):
         MatchAttention(ridge=0)
     with pytest.raises(OptionError, match=r"most=0\.5 must be at least 1"):

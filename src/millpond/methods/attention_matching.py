@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._options import Sinks
 from millpond.methods._repetition import REPEAT, Ask, RepeatChunk, asked_ids
@@ -47,6 +48,8 @@ def attention_matching(
     exponentials. Sinks are left as they are, and layers with a sliding window are fitted over what their queries see.
     Values of models that cache latents are their keys too, so these are refused.
     """
+    if not (masses or values):
+        raise OptionError("attention_matching: masses=false and values=false leave nothing to fit; use kvzip")
     protect = Protect(sinks=sinks)
     return ReconstructionPolicy(
         score=Rebuilt(),

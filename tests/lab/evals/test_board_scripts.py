@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from millpond.errors import OptionError
 from millpond_lab.evals.decoding.record import Cell, Record
 from millpond_lab.evals.report.board import Setting, kept
 from millpond_lab.evals.report.board_summary import summary, summary_table
@@ -222,6 +223,17 @@ def test_rows_of_a_peer_are_named_with_it_and_chosen_by_nobody(board: ModuleType
     found = choose(own)
     assert found["default"] == Setting("full", "", "int8")
     assert found["presets"]["tiny"] == Setting("full", "", "int8")
+
+
+def test_unknown_models_and_families_are_refused(board: ModuleType, tmp_path: Path) -> None:
+    form = {"family": "facts", "task": "t", "protocol": "agnostic", "solved": True}
+    tasks = tmp_path / "tasks.json"
+    tasks.write_text(json.dumps({"models": {"m": {"rows": [form, {**form, "family": "code", "solved": False}]}}}))
+    assert board.tasks_of(tasks, "m", None) == board.tasks_of(tasks, "m", ["facts"]) == [form]
+    with pytest.raises(OptionError, match="solved family 'code'"):
+        board.tasks_of(tasks, "m", ["code"])
+    with pytest.raises(OptionError, match="model 'other'"):
+        board.tasks_of(tasks, "other", None)
 
 
 def test_a_low_end_counts_for_the_default() -> None:

@@ -79,13 +79,14 @@ def _cell(row: BoardRow | None, whole: BoardRow | None) -> str:
     return f"{mean:.2f} ({low:.2f} to {high:.2f}{fewer})"
 
 
-def board_page(report: Mapping[str, Any]) -> str:
-    """A section for each model of the results of `benchmarks/quality/board.py`."""
+def board_page(report: Mapping[str, Any], picture: str = "") -> str:
+    """A section for each model of the results of `benchmarks/quality/board.py`, below what shows a picture."""
     parts = [
-        "# The board\n\nShares of the full cache's score that settings keep, and their 95 % intervals (bootstrap over "
+        f"# The board\n\n{picture}",
+        "Shares of the full cache's score that settings keep, and their 95 % intervals (bootstrap over "
         "contexts); in the heads, questions on contexts. No setting has seen a question when it compresses a context, "
         "except that `turns` asks one after another. Bytes: of a bf16 cache that keeps everything, where the first "
-        "question begins."
+        "question begins.",
     ]
     for name, own in report["models"].items():
         tasks = {row["family"]: f"{row['family']}: `{row['task']}`, {row['protocol']}" for row in own["rows"]}
