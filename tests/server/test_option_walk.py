@@ -59,11 +59,11 @@ def check(server: Live, probes: list[Probe], statuses: set[int]) -> None:
 @pytest.mark.parametrize(
     ("method", "options", "words"),
     [
-        ("snapkv", {"kernel": 2**40 + 1}, "snapkv: kernel=1099511627777 must be 1 to 255"),
-        ("snapkv", {"kernel": -1}, "snapkv: kernel=-1 must be 1 to 255"),
+        ("snapkv", {"kernel": 2**40 + 1}, "snapkv: kernel=1099511627777 must be odd, 1 to 255"),
+        ("snapkv", {"kernel": -1}, "snapkv: kernel=-1 must be odd, 1 to 255"),
         ("h2o", {"recent": 2**70}, "h2o: recent=1180591620717411303424 must be 0 to 16,777,216 or 0 to 1"),
         ("infllm", {"sinks": 2**28}, "infllm: sinks=268435456 must be 0 to 16,777,216"),
-        ("ada", {"score": "snapkv/kernel=-1"}, "snapkv: kernel=-1 must be 1 to 255"),
+        ("ada", {"score": "snapkv/kernel=-1"}, "snapkv: kernel=-1 must be odd, 1 to 255"),
         ("rkv", {"spared": 2**28}, "rkv: spared=268435456 must be 0 to 16"),
         ("streaming", {"sinks": 2**24}, "streaming: sinks=16777216 must be 0 to 1,024"),
         ("keydiff", {"prefill": "chunks", "chunk": 1}, "chunk=1 would read a prompt of 300 tokens in 300 parts"),
