@@ -29,7 +29,7 @@ from generated.request_fields_page import request_fields_page
 from generated.results import RESULTS, ROOT
 from generated.retaining_page import retaining_figures, retaining_tables
 from generated.settings_page import settings_page
-from generated.speed_tables import result_table, savings
+from generated.speed_tables import result_table
 from generated.storage_table import storage_eviction, storage_facts, storage_tables
 from generated.tasks_page import tasks_page
 from generated.text_tables import chat_facts, codec_texts
@@ -61,13 +61,13 @@ PICTURES = ROOT / "docs" / "images" / "quality"
 BOARD_PICTURE = ROOT / "docs" / "images" / "board.svg"
 CHOOSE = ROOT / "docs" / "how-to" / "choose-a-method.md"
 CODECS_PAGE = ROOT / "docs" / "how-to" / "codecs.md"
-OFFLOAD = ROOT / "docs" / "how-to" / "offload.md"
+OFFLOAD = ROOT / "docs" / "how-to" / "small-memory.md"
 VLLM = ROOT / "docs" / "how-to" / "vllm.md"
 GPU_ROWS = RESULTS / "gpu-rows.jsonl"
 SPEED = ROOT / "docs" / "explanation" / "speed.md"
 ORDERINGS = ROOT / "docs" / "explanation" / "orderings.md"
 QUALITY_PAGE = ROOT / "docs" / "explanation" / "quality.md"
-RETAINING = ROOT / "docs" / "how-to" / "retaining-heads.md"
+RETAINING = ROOT / "docs" / "how-to" / "trained-heads.md"
 
 
 def pages() -> dict[Path, str]:
@@ -87,8 +87,7 @@ def pages() -> dict[Path, str]:
     texts[reference / "api.md"] = NOTE + api_page()
     texts[reference / "papers.md"] = NOTE + papers_page(method_panels, [read_rows(CODECS), read_rows(MORE_CODECS)])
     readme = ROOT / "README.md"
-    saves = fill(readme.read_text(encoding="utf-8"), "saves", savings())
-    texts[readme] = fill(saves, "board", board_summary())
+    texts[readme] = fill(readme.read_text(encoding="utf-8"), "board", board_summary())
     texts[ROOT / "docs" / "board.md"] = NOTE + board()
     speed = fill(SPEED.read_text(encoding="utf-8"), "results", result_table())
     texts[SPEED] = fill(speed, "gpu", gpu_section(read_gpu_rows(GPU_ROWS)))

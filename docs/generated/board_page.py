@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from generated.results import read
 from millpond.presets import DEFAULT_PRESET, PRESETS
-from millpond_lab.evals.report.board import Setting, board_page
+from millpond_lab.evals.report.board import FULL, Setting, board_page
 from millpond_lab.evals.report.board_summary import Summary, summary, summary_table
 from millpond_lab.evals.report.default_choice import choice_table, choose
 from millpond_lab.evals.report.orders import orders_table
 
 #: Models of the README's table, as it names them.
 NAMES = {"smollm2-135m": "SmolLM2-135M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B"}
+
+#: Stored forms that the README's table shows.
+STORED = (Setting("stored:bits=1.5"), Setting("stored:bits=1"))
 
 #: Families of tasks that each model should have rows of before a default is changed by them.
 FAMILIES = 6
@@ -42,8 +47,9 @@ def board() -> str:
 
 
 def board_summary() -> str:
-    """The table of both models, with the presets named."""
-    table = summary_table(in_short(), NAMES)
+    """The README's table: both models, the full cache, the presets and some stored forms."""
+    found, shown = in_short(), {FULL, *presets(), *STORED}
+    table = summary_table(replace(found, lines=[line for line in found.lines if line.setting in shown]), NAMES)
     for setting, name in presets().items():
         default = ", the default" if name == DEFAULT_PRESET else ""
         table = table.replace(f"| `{setting}` |", f"| `{setting}`: preset `{name}`{default} |")

@@ -10,10 +10,38 @@ from generated.markup import NOTE, cell, left
 from millpond.cli.app import app
 from millpond_lab.bench.common.report import markdown_table
 
+INTRODUCTION = """
+`python -m millpond` is the same as `millpond`.
+
+```sh
+millpond methods                     # all methods
+millpond methods h2o                 # one method with its options
+cat text.txt | millpond generate --model FOLDER_OR_HUB_ID --prompt-file - --method snapkv --budget 512 -o window=16
+```
+
+The text is streamed to standard output, and a summary is written to standard error:
+
+```sh
+millpond generate --prompt "anna kettle and so on <ask> anna <is>" --max-new-tokens 2
+```
+
+```text
+anna kettle
+prompt 9 tokens at ... tokens/s · 2 new at ... tokens/s · KV 40.0 KiB held, 27.5 KiB of it in unfilled pages, full cache 25.0 KiB (160%) · nothing of the prompt forgotten
+```
+
+* `--budget` is `20%`, `512` or `64MiB`, as in Python; `full` takes none.
+* `-o name=value` sets an option of the method; it may be repeated.
+  Unknown names are refused with a suggestion.
+* `--temperature 0` is greedy.
+  `--chunk 512` evicts behind every 512 tokens of a prompt, which bounds the peak.
+* Exit status: 0, or 2 with one sentence on standard error if the request cannot be fulfilled.
+"""  # noqa: E501
+
 
 def cli_page() -> str:
     """Every command with its options."""
-    parts = [f"{NOTE}# Command line\n\n`python -m millpond` is the same as `millpond`.\n"]
+    parts = [f"{NOTE}# Command line\n{INTRODUCTION}"]
     for name, command in commands("millpond", typer.main.get_command(app)):
         parts.append(f"## `{name}`\n\n{first_paragraph(command.help or '')}\n")
         rows = [

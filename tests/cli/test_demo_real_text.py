@@ -54,12 +54,14 @@ def test_models_of_our_own_say_what_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_real_model
-def test_the_readme_shows_what_was_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_shows_what_was_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command of `make demo-real`, and its answers."""
     monkeypatch.setenv("COLUMNS", "400")
     root = Path(__file__).parents[2]
     command = re.search(r"millpond (demo --model smollm2-135m .*)", (root / "Makefile").read_text(encoding="utf-8"))
-    shown = re.search(r"```text\n(.*?)```", (root / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    shown = re.search(
+        r"```text\n(Who.*?)```", (root / "docs" / "how-to" / "install.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     assert command is not None
     assert shown is not None
     monkeypatch.chdir(root)

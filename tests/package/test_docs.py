@@ -165,7 +165,7 @@ def test_snippets_run_and_print_what_the_page_shows(page: Path, unknown_words: l
 
 def test_commands_print_what_the_page_shows() -> None:
     shown = {page: commands for page in PAGES if (commands := _commands_with_output(page))}
-    assert [name(page) for page in shown] == ["docs/how-to/command-line.md"]
+    assert [name(page) for page in shown] == ["docs/reference/cli.md"]
     for commands in shown.values():
         for command, text in commands:
             called = CliRunner().invoke(app, shlex.split(command)[1:], env={"COLUMNS": "300", "NO_COLOR": "1"})
@@ -182,7 +182,7 @@ def _commands_with_output(page: Path) -> list[tuple[str, str]]:
 def test_every_text_of_a_page_is_an_output() -> None:
     """Those that are none are named here, with what they are."""
     besides = {
-        "README.md": "the demo on a real model, which test_demo_real_text compares",
+        "docs/how-to/install.md": "the demo on a real model, which test_demo_real_text compares",
         "docs/how-to/troubleshooting.md": "the tree of errors, which the next test compares with theirs",
     }
     for page in PAGES:
@@ -190,6 +190,20 @@ def test_every_text_of_a_page_is_an_output() -> None:
         shown = [one.shown for language in ("python", "sh", "bash") for one in snippets(text, language)]
         free = [one for one in outputs(text) if one not in shown]
         assert bool(free) == (name(page) in besides), f"{name(page)}: {free}"
+
+
+def test_the_readme_is_read_in_half_a_minute() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len([word for word in text.split() if re.search(r"\w", word)]) <= 500
+    assert len(re.findall(r"(?<!!)\[[^]]*\]\(", text)) <= 6
+
+
+def test_the_contents_name_every_page() -> None:
+    page = ROOT / "docs" / "contents.md"
+    named = {(page.parent / link).resolve() for link in LINK.findall(page.read_text(encoding="utf-8"))}
+    methods = ROOT / "docs" / "reference" / "methods"
+    there = {one for one in (ROOT / "docs").rglob("*.md") if one.parent != methods} - {page}
+    assert there | {methods / "README.md"} == {one for one in named if ROOT / "docs" in one.parents}
 
 
 def test_the_tree_of_errors_is_theirs() -> None:
@@ -217,10 +231,10 @@ def test_code_that_is_not_run_is_named() -> None:
     besides = {
         "docs/tutorial/write-your-own-method.md": "files of a folder, which test_own_method compares and runs",
         "docs/how-to/cluster.md": "starts Ray and its processes",
-        "docs/how-to/budget-by-quality.md": "reads a novel, for minutes",
-        "docs/how-to/compress-once-ask-many.md": "calibrates a model, for minutes",
-        "docs/how-to/compare-with-kvpress.md": "names a model that is not here",
-        "docs/how-to/images.md": "loads a model of many gigabytes",
+        "docs/how-to/budgets.md": "reads a novel, for minutes",
+        "docs/how-to/reuse-texts.md": "calibrates a model, for minutes",
+        "docs/how-to/from-kvpress.md": "names a model that is not here",
+        "docs/how-to/special-models.md": "loads a model of many gigabytes",
         "docs/how-to/vllm.md": "runs vLLM, which has an environment of its own",
     }
     assert {name(page) for page in PAGES if snippets(page.read_text(encoding="utf-8"), "py")} == set(besides)

@@ -16,7 +16,7 @@ from millpond.models.cache_argument import cache_argument
 from millpond.presses import EQUIVALENTS, OTHERS
 from tests.helpers.matrix.models import llama
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "compare-with-kvpress.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "from-kvpress.md"
 SINGLE = [name for name, own in EQUIVALENTS.items() if not own.wraps]
 AROUND = [
     f"{name}({inner})"

@@ -220,7 +220,7 @@ class LLM:
         """Compute chunks for the chunk store, each after the one before it; stored ones stay.
 
         After some text, whatever it says, a chunk can be used much better elsewhere than alone: see
-        docs/how-to/chunks.md.
+        docs/how-to/reuse-texts.md.
 
         Args:
             texts: Texts of the chunks. The first comes after the last; one that does not fit into the context with the

@@ -44,10 +44,11 @@ stock generation (torch {torch}, float32, `{command}`): {counts}.
 * **native layers** decode in native calls (`native_layers`) on the CPU of this run; in the others only the large linear
   layers do.
 
-In [hybrids](../how-to/hybrids.md) entries are those of the attention layers; their states are in transformers' own
-layers, and in the comparison.
-Gemma 3n and Gemma 4 are built with two of four layers that [share keys](../how-to/shared-keys.md): these hold nothing,
-and the mask hides from them what it hides from the layers whose keys they read.
+In [hybrids](../how-to/special-models.md#hybrid-models) entries are those of the attention layers; their states are in
+transformers' own layers, and in the comparison.
+Gemma 3n and Gemma 4 are built with two of four layers that
+[share keys](../how-to/special-models.md#layers-that-share-keys): these hold nothing, and the mask hides from them what
+it hides from the layers whose keys they read.
 A checkpoint may switch on features that the defaults of its type leave off: indexers and the like are refused in every
 type.
 """
