@@ -25,13 +25,14 @@ def board() -> str:
     """The page: what every setting keeps, and what is chosen by that."""
     report = read("board")
     chosen = choose(report)
-    families = {one["family"] for one in chosen["tasks"]}
+    solved = {name: sum(one["model"] == name for one in chosen["tasks"]) for name in NAMES}
     table = choice_table(chosen).replace("# The default", "## What the rule chooses")
+    each = " and ".join(f"{count} of {NAMES[name]}" for name, count in solved.items())
     note = (
-        f"The rule wants {FAMILIES} families of tasks, and {len(families)} has rows; until then the package's presets "
-        "stay as they are."
-        if len(families) == 1
-        else f"Families of tasks with rows: {len(families)}; the rule wants {FAMILIES}."
+        f"Tasks of the rule: {each}; it wants {FAMILIES} of each model.\n"
+        "Presets are points of fewer and fewer bytes by the mean over tasks, where there is one.\n"
+        "The package's `tiny` is none of them: it evicts, and is for a question that comes with the text "
+        "([chats](how-to/choose-a-method.md#what-a-setting-still-states))."
     )
     made = "`benchmarks/quality/board.sh` makes the rows, and `board.sh quick` a few of them in minutes."
     orders = (

@@ -128,7 +128,7 @@ def eager_table(rows: Sequence[Row]) -> str:
 
 def steady_table(rows: Sequence[Row]) -> str:
     """Tokens a second inside one memory limit."""
-    head = ("setting", "requests", "GB held", "tokens/s", "of the bound", "ms of a step")
+    head = ("setting", "requests", "GB held", "tokens/s", "of the bound", "median ms of a step")
     limit, context = rows[0]["limit_gb"], rows[0]["context"]
     table = markdown_table(
         head,
@@ -144,7 +144,10 @@ def steady_table(rows: Sequence[Row]) -> str:
             for row in rows
         ],
     )
-    return f"As many requests of {context:,} tokens as {limit:g} GB for caches hold, decoding:\n\n{table}"
+    return (
+        f"As many requests of {context:,} tokens as {limit:g} GB for caches hold, decoding; tokens a second are over "
+        f"all steps, those that open pages or are recorded among them.\n\n{table}"
+    )
 
 
 def prompt_table(rows: Sequence[Row]) -> str:

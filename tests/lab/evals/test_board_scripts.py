@@ -19,7 +19,7 @@ from millpond.errors import OptionError
 from millpond_lab.evals.decoding.record import Cell, Record
 from millpond_lab.evals.report.board import Setting, kept
 from millpond_lab.evals.report.board_summary import summary, summary_table
-from millpond_lab.evals.report.default_choice import choice_table, choose, judged
+from millpond_lab.evals.report.default_choice import choice_table, choose, judged, points
 from millpond_lab.evals.task import TASKS, task
 from tests.helpers.evals.small import TinyTask, save_tiny, tiny_samples
 
@@ -157,11 +157,11 @@ def test_the_fewest_bytes_that_keep_enough_on_every_task_are_chosen() -> None:
     found = choose(rows)
     assert found["default"] == Setting("full", "", "int4")
     assert found["held"] is False, "it loses half of the code on the contexts that judge"
-    assert found["presets"] == dict.fromkeys(("light", "balanced", "tiny"), Setting("full", "", "int4"))
+    assert found["presets"] == {"light": Setting("full", "", "int4"), "balanced": None, "tiny": None}
     assert found["without rows of every task"] == ["snapkv 20%"]
     worst = {Setting(*row["setting"]): row["even"]["task"] for row in found["settings"]}
     assert worst[Setting("full", "", "rotated4")] == ("one", "code")
-    assert "**default** light balanced tiny" in choice_table(found)
+    assert "**default** light |" in choice_table(found)
     assert choose(rows, ["two"])["default"] == Setting("full", "", "rotated4")
 
 
@@ -222,7 +222,28 @@ def test_rows_of_a_peer_are_named_with_it_and_chosen_by_nobody(board: ModuleType
     own["models"]["one"]["rows"] += [row | {"scores": [1.0] * 4} for row in rows]
     found = choose(own)
     assert found["default"] == Setting("full", "", "int8")
-    assert found["presets"]["tiny"] == Setting("full", "", "int8")
+    assert found["presets"] == {"light": Setting("full", "", "int8"), "balanced": None, "tiny": None}
+
+
+def test_presets_are_points_of_fewer_and_fewer_bytes_by_the_mean_over_tasks() -> None:
+    full, lost = [1.0] * 8, [0.9, 0.9, *[1.0] * 6]
+    rows = report(
+        one={
+            "full,,auto": {"bytes": 1.0, "facts": full, "code": full},
+            "full,,int8": {"bytes": 0.5, "facts": full, "code": full},
+            "full,,rotated4": {"bytes": 0.3, "facts": full, "code": [0.92, 1.0] * 4},
+            "full,,rotated3": {"bytes": 0.2, "facts": lost, "code": [0.85, 1.0] * 4},
+            "full,,rotated2": {"bytes": 0.1, "facts": [0.5] * 8, "code": full},
+        }
+    )
+    found = choose(rows)
+    assert {name: str(setting) for name, setting in found["presets"].items()} == {
+        "light": "full int8",
+        "balanced": "full rotated4",
+        "tiny": "full rotated3",
+    }
+    assert found["default"] == Setting("full", "", "int8")
+    assert points({}, {}) == {"light": None, "balanced": None, "tiny": None}
 
 
 def test_unknown_models_and_families_are_refused(board: ModuleType, tmp_path: Path) -> None:

@@ -3,14 +3,15 @@
 A setting passes on a half if on every task of every model it keeps at least .97 of the full cache's score, the lower
 end of the interval being at least .93. Of the settings that pass on the even contexts the one of the fewest bytes is
 chosen; the odd contexts judge it, and are shown for every setting. Tasks count whose full cache scores at least .5. The
-presets are three points of the same curve: the fewest bytes that keep .99, .97 and .90 on the even contexts, by the
-mean alone. Stored texts are restored before anybody asks: their forms are chosen among themselves, by the same rule, on
-the tasks that they have rows of.
+presets are three points of the same curve, each of fewer bytes than the one before: the fewest that keep .99, .95 and
+.90 in the mean over tasks, on the even contexts; a point is left out where nothing smaller keeps that. Stored texts are
+restored before anybody asks: their forms are chosen among themselves, by the same rule, on the tasks that they have
+rows of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,19 +20,24 @@ from millpond_lab.evals.report.leaderboard import markdown_table
 
 #: Least share of the full cache's score that a default keeps on each task, and least lower end of its interval.
 LEAST, LEAST_LOW = 0.97, 0.93
-#: What the presets keep at least on each task, the largest first; the lower end counts for the default alone.
-PRESETS = {"light": 0.99, "balanced": LEAST, "tiny": 0.90}
+#: What the presets keep at least in the mean over tasks, the largest first.
+PRESETS = {"light": 0.99, "balanced": 0.95, "tiny": 0.90}
 
 Task = tuple[str, str]  #: model and family
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What a setting keeps on one half of the contexts: the least mean of all tasks, and the least lower end."""
+    """What a setting keeps on one half of the contexts: the least mean of all tasks, and the least lower end.
+
+    Attributes:
+        over_tasks: the mean over tasks of what is kept.
+    """
 
     mean: float
     low: float
     task: Task
+    over_tasks: float
 
     @property
     def passes(self) -> bool:
@@ -63,13 +69,24 @@ def judged(own: dict[Task, list[float]], full: dict[Task, list[float]], half: in
     """What a setting keeps on the even (0) or odd (1) contexts, on its worst task."""
     each = {task: kept(own[task][half::2], full[task][half::2]) for task in full}
     worst = min(each, key=lambda task: each[task][0])
-    return Judged(each[worst][0], min(low for _, low, _ in each.values()), worst)
+    means = [mean for mean, _, _ in each.values()]
+    return Judged(each[worst][0], min(low for _, low, _ in each.values()), worst, sum(means) / len(means))
 
 
-def chosen(first: dict[Setting, Judged], shares: dict[Setting, float], least: float, low: float) -> Setting | None:
-    """The setting of the fewest bytes that keeps enough; None if none does."""
-    enough = [setting for setting, found in first.items() if found.mean >= least and found.low >= low]
-    return min(enough, key=lambda setting: shares[setting], default=None)
+def fewest(settings: Iterable[Setting], shares: Mapping[Setting, float]) -> Setting | None:
+    """The setting of the fewest bytes; None if there is none."""
+    return min(settings, key=lambda setting: shares[setting], default=None)
+
+
+def points(first: Mapping[Setting, Judged], shares: Mapping[Setting, float]) -> dict[str, Setting | None]:
+    """The presets, each of fewer bytes than those before it."""
+    found: dict[str, Setting | None] = {}
+    bound = float("inf")
+    for name, least in PRESETS.items():
+        enough = (setting for setting, own in first.items() if own.over_tasks >= least and shares[setting] < bound)
+        point = found[name] = fewest(enough, shares)
+        bound = bound if point is None else shares[point]
+    return found
 
 
 def form_of(setting: Setting) -> str:
@@ -89,9 +106,8 @@ def choose(report: Mapping[str, Any], models: Sequence[str] | None = None) -> di
             forms[form_of(setting)][setting] = own
     stored_tasks = {task: own for task, own in full.items() if any(task in found for found in forms["stored"].values())}
     live, first = _choice(forms["live"], shares, full)
-    presets = {name: chosen(first, shares, least, -1.0) for name, least in PRESETS.items()}
     stored, _ = _choice(forms["stored"], shares, stored_tasks)
-    return {**live, "presets": presets, "stored": stored}
+    return {**live, "presets": points(first, shares), "stored": stored}
 
 
 def _choice(
@@ -104,7 +120,7 @@ def _choice(
         if full and all(len(own.get(task, ())) == len(whole) for task, whole in full.items())
     ]
     first, second = ({setting: judged(scores[setting], full, half) for setting in complete} for half in (0, 1))
-    default = chosen(first, shares, LEAST, LEAST_LOW)
+    default = fewest((setting for setting, own in first.items() if own.passes), shares)
     found = {
         "tasks": [{"model": model, "family": family, "contexts": len(own)} for (model, family), own in full.items()],
         "default": default,
