@@ -173,8 +173,8 @@ def tables(rows: list[dict[str, Any]]) -> str:
 def table(rows: list[dict[str, Any]]) -> str:
     """Return medians and ranges by setting, and ratios to vLLM alone, of rows of one load."""
     lines = [
-        "| setting | runs | requests at once | tokens/s while decoding | tokens/s end to end | tokens/s if decoding were "
-        "free | CPU seconds |",
+        "| setting | runs | requests at once | tokens/s while decoding | tokens/s end to end | "
+        "tokens/s if decoding were free | CPU seconds |",
         "|---|" + "---:|" * 6,
     ]
     stock = [row for row in rows if row["setting"] == "stock"]
