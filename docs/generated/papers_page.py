@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from generated.markup import left
+from generated.paper_claims import INTRODUCTION as CLAIMS_INTRO
+from generated.paper_claims import claims_table
 from generated.results import ROOT
 from millpond.codec.presets import FLEXGEN, KIVI, KVQUANT, MIKV, PRESETS, QUAROT, THINK
 from millpond.methods import METHODS
@@ -165,7 +168,8 @@ def papers_page(panels_of: Callable[[str], Mapping[str, CurvePanel]], formats: S
     Args:
         panels_of: curves of a method by protocol. formats: rows of caches in several formats on one text, of each run.
     """
-    parts = [f"# Papers\n\n## Methods\n\n{METHODS_INTRO}"]
+    parts = [f"# Papers\n\n## What papers claim\n\n{CLAIMS_INTRO}", left(claims_table())]
+    parts.append(f"## Methods\n\n{METHODS_INTRO}")
     entries = [METHODS.get(name) for name in METHODS.names()]
     methods = [
         (

@@ -148,6 +148,24 @@ def test_figures_and_verdicts_follow_the_rows(generator: ModuleType) -> None:
         quality.check_pairs([replace(one, low=-one.high) for one in findings])
 
 
+def test_claims_of_papers_have_rows_and_verdicts(generator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    claims = importlib.import_module("generated.paper_claims")
+    assert doctest.testmod(claims).failed == 0
+    for claim in claims.CLAIMS:
+        if isinstance(claim.tried, str):
+            continue
+        found = claim.tried()
+        assert (ROOT / "benchmarks" / "results" / found.rows).exists()
+        assert not found.script.startswith("benchmarks/") or (ROOT / found.script).exists()
+        assert found.verdict in {claims.REPRODUCED, claims.PARTLY, claims.CONTRADICTED, claims.UNSEEN}
+    rows = claims.read("h2o-parts-real")
+    for one in rows:
+        if one["method"] == "no_heavy:sinks=4":
+            one["low"], one["high"] = -0.5, -0.4
+    monkeypatch.setattr(claims, "read", lambda name: rows)
+    assert claims.heavy_hitters_carry().verdict == claims.CONTRADICTED
+
+
 @pytest.mark.parametrize("page", [_marked(page) for page in WITH_CODE], ids=name)
 def test_snippets_run_and_print_what_the_page_shows(page: Path, unknown_words: list[str]) -> None:
     namespace: dict[str, Any] = {"__name__": "snippet"}
@@ -196,6 +214,13 @@ def test_the_readme_is_read_in_half_a_minute() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len([word for word in text.split() if re.search(r"\w", word)]) <= 500
     assert len(re.findall(r"(?<!!)\[[^]]*\]\(", text)) <= 6
+
+
+def test_figures_of_the_readme_are_generated() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    free = re.sub(r"```.*?```|<!-- board -->.*?<!-- /board -->", "", text, flags=re.DOTALL)
+    figures = re.findall(r"\d[\d.,]* ?(?:%|x\b|ms\b|s\b|[KMG]i?B\b|tokens)", free)
+    assert figures == ["95 %"], "a figure beside the generated table: only the width of its intervals is one"
 
 
 def test_the_contents_name_every_page() -> None:
