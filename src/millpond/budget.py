@@ -126,6 +126,8 @@ def parse_bytes(text: str | int) -> int:
     user_text = number(text)
     if isinstance(user_text, int) and not isinstance(user_text, bool):
         return int(Budget._checked("bytes", user_text, user_text).amount)
+    if isinstance(user_text, str) and (len(user_text) > _LONGEST or not _PATTERN.match(user_text)):
+        raise BudgetError(f'{brief(text)} is not an amount of bytes; write a number with a unit, such as "64MiB"')
     budget = Budget.parse(text)
     if budget.kind != "bytes":
         raise BudgetError(f'{text!r} is not an amount of bytes; write a number with a unit, such as "64MiB"')

@@ -332,6 +332,7 @@ def test_tokens_are_counted_as_they_are_read() -> None:
         ({"tool_choice": {"type": "any"}}, "at least one"),
         ({"stop": ["x"]}, "stop"),
         ({"foo": 1}, "unknown field 'foo'"),
+        ({"keep": [[0, 1]]}, "unknown field 'keep'; did you mean 'millpond.keep'?"),
         ({"containr": None}, "did you mean 'container'"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"system": [{"type": "image"}]}, "system"),

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -107,7 +108,8 @@ def invoke(*arguments: str) -> Any:
         (["--method", "full", "--budget", "20%"], "takes no budget"),
         (["--option", "recent"], "must read name=value"),
         (["--codec", "int99"], "int99"),
-        (["--kv-memory", "much"], "'much'"),
+        (["--kv-memory", "much"], "'much' is not an amount of bytes"),
+        (["--model", "/nowhere/model"], "there is no such folder or file"),
         (["--max-body", "0"], "must be 1 to"),
         (["--timeout", "0"], "must be above 0"),
         (["--api-key", " "], "an API key is empty"),
@@ -123,6 +125,17 @@ def test_what_cannot_be_served_is_one_sentence(
     done = invoke(*arguments)
     assert done.exit_code == 2
     assert words in done.stderr
+
+
+def test_a_port_in_use_is_told_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millpond.engine.async_llm.AsyncLLM", lambda *_, **__: pytest.fail("it loads a model"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = invoke("--port", str(port))
+    assert done.exit_code == 2
+    assert f"port {port} of 127.0.0.1 is in use; name another, or 0 for a free one" in " ".join(done.stderr.split())
 
 
 def test_options_reach_the_engine_and_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -278,6 +280,7 @@ def serve(
     from millpond.engine.async_llm import AsyncLLM
     from millpond.engine.config import EngineConfig
 
+    check_port(host, port)
     settings = ServerSettings(**limits.settings, **access.as_settings(), tool_parser=tool_parser)
     config = EngineConfig(
         **cache.for_request(), calibration=cache.calibration, chunk_store=chunks.store(), **engine.as_arguments()
@@ -312,6 +315,22 @@ def serve(
             errors().print(escape(line), soft_wrap=True, highlight=False)
 
     run(llm, settings, host=host, port=port, listens=told)
+
+
+def check_port(host: str, port: int) -> None:
+    """Check that nobody listens on a port, before a model is loaded for it.
+
+    Raises:
+        OptionError: It is in use.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind((host, port))
+        except OSError as error:  # what else is wrong with the address the server itself tells
+            if error.errno == errno.EADDRINUSE:
+                raise OptionError(f"port {port} of {host} is in use; name another, or 0 for a free one") from error
 
 
 def _check_on_cpu(what: str, place: EnginePlace, config: EngineConfig) -> None:

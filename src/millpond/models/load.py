@@ -192,6 +192,8 @@ def _load(
     """
     path = resolve(name, dtype)
     is_local = Path(path).exists()
+    if not is_local and path.startswith((os.sep, f".{os.sep}", f"..{os.sep}", "~")):
+        raise OptionError(f"model {path!r}: there is no such folder or file")
     if not is_local and difflib.get_close_matches(path, known_models(), cutoff=0.85):
         raise unknown("model", path, known_models())  # a typing mistake, not worth asking the hub
     try:

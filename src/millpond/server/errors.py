@@ -78,6 +78,8 @@ UNSUPPORTED = {
 
 #: Every field of every body by name, for suggestions; bodies add theirs.
 KNOWN_FIELDS: set[str] = set()
+#: Those of the object `millpond`.
+CACHE_FIELDS: set[str] = set()
 
 
 class ApiError(Exception):
@@ -198,6 +200,8 @@ def _unknown(place: list[str]) -> str:
     name = place[-1]
     if name in UNSUPPORTED:
         return f"{'.'.join(place)} is not supported: {UNSUPPORTED[name]}"
+    if place == [name] and name in CACHE_FIELDS:
+        return f"unknown field {name!r}; did you mean 'millpond.{name}'?"
     others = [
         known for known in sorted(KNOWN_FIELDS) if known not in UNSUPPORTED and known != name
     ]  # it may be known elsewhere

@@ -13,7 +13,7 @@ from millpond.engine.grammar.schema import MAX_BYTES
 from millpond.engine.request import MAX_SALT, OnPressure
 from millpond.engine.sampling.params import MAX_ALLOWED, MAX_BAD_WORD, MAX_BAD_WORDS
 from millpond.prompt_marks import MAX_BREAKPOINTS, MAX_KEPT, MAX_SHARES
-from millpond.server.errors import ApiError, of_validation
+from millpond.server.errors import CACHE_FIELDS, ApiError, of_validation
 from millpond.server.markdown import MOST_CHARACTERS as MAX_MARKDOWN
 from millpond.server.messages import MAX_NAME, MAX_TOOLS, Body, Message, Name, Tool
 
@@ -230,6 +230,9 @@ class CacheFields(Body):
     breakpoints: Annotated[list[Place], Field(max_length=MAX_BREAKPOINTS, fail_fast=True)] | None = None
     on_pressure: OnPressure | None = None
     recompute: Literal["auto"] | Annotated[StrictInt | StrictFloat, Field(ge=0, le=1)] = "auto"
+
+
+CACHE_FIELDS.update(CacheFields.model_fields)
 
 
 class StreamOptions(Body):
