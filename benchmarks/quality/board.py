@@ -3,6 +3,7 @@
     python benchmarks/quality/board.py --model smollm2-135m --tasks benchmarks/results/board-tasks.json \\
         --settings default --rows benchmarks/results/board.json
 
+`--setting` adds a setting of your own, named as a row of the board is, and `--plugin` a file with a method of your own.
 The tasks are those that `board_tasks.py` found solved. Each context is read once, with the full cache, and every
 setting that acts at its end is given what was read; then its questions are asked, which no setting has seen. Answers
 are written as they come, so a run goes on where it stopped; rows are written after each task, and hold the score of
@@ -34,6 +35,7 @@ from millpond_lab.evals.decoding.record import CLAIMED, Cell, Record
 from millpond_lab.evals.harness.plan import EvalPlan
 from millpond_lab.evals.harness.run import run
 from millpond_lab.evals.harness.summary import by_sample, read_samples
+from millpond_lab.evals.plugin_file import load_plugin
 from millpond_lab.evals.report.board import FULL, Setting, board_page
 from millpond_lab.evals.spec import Spec
 
@@ -173,15 +175,21 @@ def main() -> None:
     parser.add_argument("--tasks", type=Path, required=True, help="rows of board_tasks.py")
     parser.add_argument("--families", help="some of the solved ones, separated by semicolons")
     parser.add_argument("--contexts", type=int, default=25, help="of a form that asks four questions of each")
-    parser.add_argument("--settings", default="default", help=f"{', '.join(GROUPS)}; several separated by commas")
+    parser.add_argument("--settings", help=f"{', '.join(GROUPS)}; several separated by commas; default if no --setting")
+    parser.add_argument("--setting", action="append", help='one more, as "h2o 32%% rotated4"; may be repeated')
+    parser.add_argument("--plugin", type=Path, help="a Python file with methods or tasks of your own")
     parser.add_argument("--out", type=Path, default=Path("out/board"), help="folder of the answers")
     parser.add_argument("--rows", type=Path, required=True, help="as .json; the tables lie next to it, as .md")
     args = parser.parse_args()
-    if unknown := set(args.settings.split(",")) - set(GROUPS):
+    groups = args.settings.split(",") if args.settings else [] if args.setting else ["default"]
+    if unknown := set(groups) - set(GROUPS):
         parser.error(f"--settings {', '.join(sorted(unknown))}: the groups are {', '.join(GROUPS)}")
+    if args.plugin is not None:
+        load_plugin(args.plugin)
+    own = [Setting.parse(text) for text in args.setting or ()]
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     name = args.name or args.model
-    settings = [FULL, *(setting for group in args.settings.split(",") for setting in GROUPS[group])]
+    settings = list(dict.fromkeys([FULL, *(setting for group in groups for setting in GROUPS[group]), *own]))
     model, tokenizer = mp.load_model(args.model, args.dtype), mp.load_tokenizer(args.model)
     for form in tasks_of(args.tasks, name, args.families.split(";") if args.families else None):
         asked = ASKED if "questions=" in form["task"] else 1
@@ -208,11 +216,17 @@ def main() -> None:
 
 
 def add_rows(path: Path, name: str, fresh: Sequence[dict[str, Any]], note: dict[str, Any]) -> None:
-    """Add rows to the results, in place of those of the same setting and task."""
+    """Add rows to the results, in place of those of the same setting and task.
+
+    A row of more contexts stays: a short run beside the board must not take the full cache's row from the others.
+    """
     report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"models": {}}
     own = report["models"].setdefault(name, {"rows": []})
     known = {json.dumps([row["setting"], row["task"], row["protocol"]]): row for row in own["rows"]}
-    known |= {json.dumps([row["setting"], row["task"], row["protocol"]]): row for row in fresh}
+    for row in fresh:
+        key = json.dumps([row["setting"], row["task"], row["protocol"]])
+        if key not in known or len(known[key]["scores"]) <= len(row["scores"]):
+            known[key] = row
     own |= {**note, "rows": list(known.values())}
     path.write_text(_lines(report), encoding="utf-8")
     path.with_suffix(".md").write_text(board_page(report), encoding="utf-8")

@@ -60,13 +60,13 @@ def test_a_row_holds_the_mean_of_each_context_and_bytes_of_bf16(
         """Answers by decoding."""
         return TinyTask(items=tiny_samples(3))
 
-    monkeypatch.setitem(board.GROUPS, "small", (Setting("h2o", "9"), Setting("tova", "9")))
+    monkeypatch.setitem(board.GROUPS, "small", (Setting("h2o", "9"),))
     model = save_tiny(tmp_path / "model")
     form = {"family": "texts", "task": "tiny_texts", "protocol": "agnostic", "solved": True}
     tasks, rows = tmp_path / "tasks.json", tmp_path / "rows.json"
     tasks.write_text(json.dumps({"models": {"tiny": {"rows": [form]}}}))
     given = ["--model", model, "--name", "tiny", "--dtype", "f32", "--tasks", str(tasks), "--settings", "small"]
-    more = ["--contexts", "1", "--out", str(tmp_path / "out"), "--rows", str(rows)]
+    more = ["--setting", "tova 9", "--contexts", "1", "--out", str(tmp_path / "out"), "--rows", str(rows)]
     monkeypatch.setattr(sys, "argv", ["board.py", *given, *more])
     try:
         board.main()
@@ -87,6 +87,36 @@ def test_a_row_holds_the_mean_of_each_context_and_bytes_of_bf16(
     assert full["bytes"] >= 1
     assert h2o["bytes"] < full["bytes"]
     assert "| `h2o 9` |" in rows.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting("full"),
+        Setting("full", codec="int8+int4"),
+        Setting("h2o:recent=0.1", "512"),
+        Setting("kvzip", "60%", "rotated4"),
+        Setting("ada", "20%, at least 512"),
+        Setting("ada", "20%, at least 512", "bf16:20%;int8:20%;int4"),
+    ],
+)
+def test_a_setting_is_read_as_it_is_written(setting: Setting) -> None:
+    assert Setting.parse(str(setting)) == setting
+
+
+@pytest.mark.parametrize("text", ["h2o 32% rotated5", "h2o many", "h2o many int8"])
+def test_what_is_no_setting_is_refused(text: str) -> None:
+    with pytest.raises(OptionError):
+        Setting.parse(text)
+
+
+def test_fewer_contexts_replace_no_row_of_more(tmp_path: Path, board: ModuleType) -> None:
+    note = {"dtype": "f32", "seed": 7, "machine": {"cpu": "one"}}
+    row = {"setting": ["full", "", "auto"], "family": "facts", "task": "t", "protocol": "agnostic", "questions": 8}
+    for scores in ([1.0, 0.5], [0.0], [0.5, 0.5]):
+        board.add_rows(tmp_path / "rows.json", "m", [{**row, "bytes": 1.0, "scores": scores}], note)
+        last = json.loads((tmp_path / "rows.json").read_text())["models"]["m"]["rows"]
+        assert last[0]["scores"] == ([1.0, 0.5] if len(scores) < 2 else scores)
 
 
 def test_contexts_of_an_interrupted_run_are_the_first_of_a_whole_one(board: ModuleType) -> None:

@@ -45,6 +45,9 @@ def evaluate(
             "turns: as agnostic, questions one after another."
         ),
     ] = "aware",
+    plugin: Annotated[
+        Path | None, optional(help="A Python file of your own with a method or a task, which need not be installed.")
+    ] = None,
     model: ModelOptions,
     samples: Samples = 40,
     seed: SampleSeed = 0,
@@ -59,11 +62,14 @@ def evaluate(
 ) -> None:
     """Score methods x budgets x codecs on tasks; lists are separated by commas."""
     from millpond_lab.evals.harness.plan import EvalPlan
+    from millpond_lab.evals.plugin_file import load_plugin
     from millpond_lab.evals.report import kvpress_folders
     from millpond_lab.evals.spec import parse_specs, words
 
     if format is not None and format not in FORMATS:
         raise unknown("format", format, FORMATS)
+    if plugin is not None:
+        load_plugin(plugin)
     plan = EvalPlan(
         model.model,
         parse_specs(method, "method"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import platform
 import warnings
@@ -79,8 +80,9 @@ def run(
         The rows of all finished cells in the folder, those of earlier runs included.
 
     Raises:
-        OptionError: the folder holds another run, or one with another calibration, or a task has no proper samples, or
-            none that fits into the model's positions; where some do not, a `TooLongWarning` says so.
+        OptionError: the folder holds another run, one with another calibration, or one of a method whose file has
+            changed; or a task has no proper samples, or none that fits into the model's positions; where some do not, a
+            `TooLongWarning` says so.
         DataError: a data file, the calibration, or the folder of an earlier run, cannot be read.
         UnsupportedModelError: the model, or a method on this model, cannot be run.
     """
@@ -95,7 +97,7 @@ def run(
         "samples": plan.samples,
         "seed": plan.seed,
     }
-    store = RunStore.open(folder, setting, _calibration(plan))
+    store = RunStore.open(folder, setting, _calibration(plan), _code(plan))
     samples = {name: _draw(name, task, tokenizer, plan) for name, task in plan.built.items()}
     for name, protocol in dict.fromkeys((cell.task, cell.protocol) for cell in plan.cells()):
         prompts = _prompts(samples[name], tokenizer, plan.built[name], protocol)
@@ -130,6 +132,18 @@ def _calibration(plan: EvalPlan) -> Said | None:
     if plan.calibration is None or not any(needs_calibration(codec) for codec in plan.codecs):
         return None
     return said_of(plan.calibration)
+
+
+def _code(plan: EvalPlan) -> dict[str, str]:
+    """Digests of the files of methods from outside the package, by their names."""
+    methods = {one.method for one in plan.candidates.values() if isinstance(one, Compressed)}
+    builds = {name: METHODS.get(name).build for name in sorted(methods)}
+    files = {name: inspect.getsourcefile(build) for name, build in builds.items() if not _is_ours(build.__module__)}
+    return {name: _digest(Path(file).read_bytes()) for name, file in files.items() if file}
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] in ("millpond", "millpond_lab")
 
 
 def _try_out(plan: EvalPlan, cell: Cell, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

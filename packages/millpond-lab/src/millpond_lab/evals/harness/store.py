@@ -9,9 +9,10 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from millpond.errors import DataError, OptionError
@@ -44,6 +45,7 @@ class RunStore:
         setting: what all cells have in common; a run with another setting needs another folder.
         tasks: by their names with options. cells: all that were ever requested, in order.
         calibration: which one its codecs were opened with, see `calibrations.said_of`; None: none needs one.
+        code: digests of the files of methods from outside the package, by their names.
         runs: one note for each time that the harness was started: command, machine, versions.
         records: by cell key, then by (sample, question).
     """
@@ -54,17 +56,24 @@ class RunStore:
     cells: list[Cell] = field(default_factory=list)
     runs: list[dict[str, Any]] = field(default_factory=list)
     calibration: Said | None = None
+    code: dict[str, str] = field(default_factory=dict)
     records: dict[str, dict[tuple[str, int], Record]] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, folder: Path, setting: dict[str, Any], calibration: Said | None = None) -> RunStore:
+    def open(
+        cls,
+        folder: Path,
+        setting: dict[str, Any],
+        calibration: Said | None = None,
+        code: Mapping[str, str] = MappingProxyType({}),
+    ) -> RunStore:
         """The store in `folder`, new or as an earlier run left it.
 
         Raises:
-            OptionError: the folder holds a run with another setting, or with another calibration.
+            OptionError: the folder holds a run with another setting, another calibration, or a method's other code.
             DataError: the folder's files cannot be read.
         """
-        store = cls(folder, setting, calibration=calibration)
+        store = cls(folder, setting, calibration=calibration, code=dict(code))
         if not (folder / RUN).exists():
             if (folder / SAMPLES).exists():
                 raise DataError(f"{folder} holds {SAMPLES} without {RUN}; name another folder with --out")
@@ -76,6 +85,7 @@ class RunStore:
             store.cells = [Cell(**cell) for cell in found["cells"]]
             store.runs = list(found["runs"])
             store.calibration = settled(folder, found.get("calibration"), store.cells, calibration)
+            store.code = _settled_code(folder, found.get("code", {}), code)
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{folder / RUN} is not a run of this harness ({error})") from error
         for record in _read_records(folder / SAMPLES):
@@ -101,6 +111,7 @@ class RunStore:
         run = {
             "setting": self.setting,
             "calibration": self.calibration,
+            "code": self.code,
             "tasks": {name: asdict(facts) for name, facts in self.tasks.items()},
             "cells": [asdict(cell) for cell in self.cells],
             "runs": self.runs,
@@ -148,6 +159,16 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def _settled_code(folder: Path, before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
+    for name in now:
+        if before.get(name, now[name]) != now[name]:
+            raise OptionError(
+                f"{folder} holds answers of method {name!r} from before its file was changed; give the method another "
+                "name, or name another folder with --out"
+            )
+    return {**before, **now}
 
 
 def _check_same(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:

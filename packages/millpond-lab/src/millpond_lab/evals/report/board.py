@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from millpond.budget import Budget
+from millpond.codec import resolve
+from millpond.errors import BudgetError
 from millpond_lab.evals.report.leaderboard import markdown_table
 
 #: Resamples of the contexts, and the seed that they are drawn by.
@@ -24,6 +27,37 @@ class Setting(NamedTuple):
 
     def __str__(self) -> str:
         return " ".join(part for part in (self.method, self.budget, "" if self.codec == "auto" else self.codec) if part)
+
+    @classmethod
+    def parse(cls, text: str) -> Setting:
+        """The setting that a row of the board is named by.
+
+        Raises:
+            OptionError: what stands behind the method is no budget, no format, and no budget with a format behind it.
+
+        Example:
+            >>> Setting.parse("ada 20%, at least 512 rotated4")
+            Setting(method='ada', budget='20%, at least 512', codec='rotated4')
+            >>> Setting.parse("full int8")
+            Setting(method='full', budget='', codec='int8')
+        """
+        method, *rest = text.split()
+        if rest and not _is_budget(" ".join(rest)):
+            *rest, codec = rest
+            resolve(codec)
+        else:
+            codec = "auto"
+        if rest:
+            Budget.parse(" ".join(rest))
+        return cls(method, " ".join(rest), codec)
+
+
+def _is_budget(text: str) -> bool:
+    try:
+        Budget.parse(text)
+    except BudgetError:
+        return False
+    return True
 
 
 FULL = Setting("full")
