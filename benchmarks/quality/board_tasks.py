@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 import millpond as mp
+from millpond.errors import unknown
 from millpond_lab.bench.common.machine import describe_machine
 from millpond_lab.bench.common.report import markdown_table
 from millpond_lab.evals.decoding.record import Protocol, Record
@@ -209,12 +210,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/board"), help="folder of the answers")
     parser.add_argument("--rows", type=Path, required=True, help="as .json; the tables lie next to it, as .md")
     args = parser.parse_args()
+    named = args.families.split(";") if args.families else [*families(FORMS)]
+    for family in named:
+        if family not in families(FORMS):
+            raise unknown("family", family, families(FORMS))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     name = args.name or args.model
     report = json.loads(args.rows.read_text(encoding="utf-8")) if args.rows.exists() else {"models": {}}
     own = report["models"].setdefault(name, {"rows": []})
     own |= {"dtype": args.dtype, "seed": SEED, "machine": asdict(describe_machine())}
-    named = args.families.split(";") if args.families else [*families(FORMS)]
     forms = [form for form in FORMS if form.family in named and form.length <= args.longest]
     known = {_key(row): row for row in own["rows"]}
     order = {_key(asdict(form)): place for place, form in enumerate(FORMS)}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from millpond.errors import OptionError
 from millpond_lab.evals.decoding.record import Record
 from millpond_lab.evals.spec import Spec
 from millpond_lab.evals.task import TASKS
@@ -85,3 +86,11 @@ def test_the_page_names_what_stands_for_a_family() -> None:
 def test_fewer_questions_take_more_contexts(questions: int) -> None:
     form = Form("a", f"a:questions={questions}")
     assert form.contexts(25) == 100 // questions
+
+
+def test_a_family_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given = ["--model", "pond-recall", "--families", "facts in prose;cod", "--rows", str(tmp_path / "rows.json")]
+    monkeypatch.setattr(sys, "argv", ["board_tasks.py", *given])
+    with pytest.raises(OptionError, match="unknown family 'cod'; did you mean 'code'"):
+        board_tasks.main()
+    assert not list(tmp_path.iterdir())
