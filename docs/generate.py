@@ -19,7 +19,7 @@ from generated.cli_page import cli_page
 from generated.gpu_tables import gpu_section
 from generated.gpu_tables import read as read_gpu_rows
 from generated.markup import NOTE, fill, fill_all, fill_figures
-from generated.method_pages import method_page, method_table
+from generated.method_pages import method_page, method_table, own_methods
 from generated.option_types import PATH as OPTION_TYPES
 from generated.option_types import option_types
 from generated.paper_rows import format_figures, format_tables, sparse_values_table
@@ -76,7 +76,7 @@ def pages() -> dict[Path, str]:
     rows = curve_rows()
     texts = {
         reference / "methods" / f"{name}.md": method_page(METHODS.get(name), method_panels(name), rows)
-        for name in METHODS.names()
+        for name in own_methods()
     }
     texts[reference / "tasks.md"] = tasks_page()
     texts[reference / "methods" / "README.md"] = f"{NOTE}# Methods\n\n{method_table('')}"
@@ -121,7 +121,7 @@ def pages() -> dict[Path, str]:
 
 def pictures() -> dict[Path, Mapping[str, CurvePanel]]:
     """What every generated picture shows, by its path."""
-    shown = {PICTURES / f"{name}.svg": method_panels(name) for name in METHODS.names()}
+    shown = {PICTURES / f"{name}.svg": method_panels(name) for name in own_methods()}
     return {path: found for path, found in shown.items() if found}
 
 

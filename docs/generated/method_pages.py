@@ -30,10 +30,15 @@ SECTIONS = {
 }
 
 
+def own_methods() -> list[str]:
+    """Names of the package's methods; one that is installed beside it has its own documentation."""
+    return [name for name in METHODS.names() if METHODS.get(name).build.__module__.startswith("millpond.")]
+
+
 def method_table(folder: str) -> str:
     """All methods with paper and first line."""
     rows = []
-    for name in METHODS.names():
+    for name in own_methods():
         entry = METHODS.get(name)
         rows.append((f"[`{name}`]({folder}{name}.md)", paper(entry) or "baseline", cell(entry.summary)))
     return left(markdown_table(("method", "paper", "what it keeps"), rows))

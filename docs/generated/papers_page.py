@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from generated.markup import left
+from generated.method_pages import own_methods
 from generated.paper_claims import INTRODUCTION as CLAIMS_INTRO
 from generated.paper_claims import claims_table
 from generated.results import ROOT
@@ -170,7 +171,7 @@ def papers_page(panels_of: Callable[[str], Mapping[str, CurvePanel]], formats: S
     """
     parts = [f"# Papers\n\n## What papers claim\n\n{CLAIMS_INTRO}", left(claims_table())]
     parts.append(f"## Methods\n\n{METHODS_INTRO}")
-    entries = [METHODS.get(name) for name in METHODS.names()]
+    entries = [METHODS.get(name) for name in own_methods()]
     methods = [
         (
             f"[`{e.name}`](methods/{e.name}.md)",
