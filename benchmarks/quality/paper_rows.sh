@@ -1,6 +1,6 @@
 #!/bin/sh
 # The committed rows on SmolLM2 about what papers do otherwise, into benchmarks/results; then make docs-pages.
-#   DATA=FOLDER benchmarks/quality/paper_rows.sh PART ...    of: codecs tiers turns merging values
+#   DATA=FOLDER benchmarks/quality/paper_rows.sh PART ...    of: codecs tiers turns fastgen merging values
 # DATA: folder with wikitext2_valid.txt, on which all calibrations are made, and with the judged texts, which are
 # wikitext2_test.txt, gutenberg/emma.txt and cpp_docs.md.txt. WINDOWS: of each text. BIN: folder of the programs.
 # OUT: folder of results.
@@ -41,6 +41,13 @@ for part in "$@"; do
       for profile in turn once; do
         measure codec_texts auto --windows "$windows" --prompt 768 --turns 3 --method fastgen \
           --option "profile=$profile" --out "$out/fastgen-profiles.json"
+      done
+      ;;
+    fastgen)
+      # FastGen without a budget, by the attention that its heads keep, and H2O in about as many bytes
+      for threshold in 0.91 0.93 0.95 0.98; do
+        measure codec_texts auto --windows 4 --prompt 1024 --method fastgen --option "threshold=$threshold" \
+          --out "$out/fastgen-thresholds.json"
       done
       ;;
     merging)

@@ -103,7 +103,7 @@ def test_no_part_calibrates_on_what_it_judges(tmp_path: Path) -> None:
     program = tmp_path / "python"
     program.write_text(PROGRAM, encoding="utf-8")
     program.chmod(0o755)
-    parts = ("codecs", "tiers", "turns", "merging", "values")
+    parts = ("codecs", "tiers", "turns", "fastgen", "merging", "values")
     known = {
         "PATH": os.environ["PATH"],
         "BIN": str(tmp_path),
@@ -113,7 +113,7 @@ def test_no_part_calibrates_on_what_it_judges(tmp_path: Path) -> None:
     }
     subprocess.run([QUALITY / "paper_rows.sh", *parts], env=known, check=True, capture_output=True)
     calls = [call.splitlines() for call in (tmp_path / "log").read_text(encoding="utf-8").strip().split("\n\n")]
-    assert len(calls) == 7
+    assert len(calls) == 11
     for call in calls:
         assert (QUALITY.parents[1] / call[0]).is_file()
         judged = [argument.partition("=")[2] for argument in call if argument.startswith(("wiki=", "novel=", "cpp="))]
@@ -121,6 +121,7 @@ def test_no_part_calibrates_on_what_it_judges(tmp_path: Path) -> None:
         assert not any(call[place + 1] in judged for place, given in enumerate(call) if given == "--calibrate")
     results = {call[call.index("--out") + 1] for call in calls}
     assert results == {
-        f"out/{name}.json" for name in ("codec-papers", "fastgen-profiles", "merge-thresholds", "sparse-values")
+        f"out/{name}.json"
+        for name in ("codec-papers", "fastgen-profiles", "fastgen-thresholds", "merge-thresholds", "sparse-values")
     }
     assert subprocess.run([QUALITY / "paper_rows.sh", "all"], env=known, check=False).returncode == 2
