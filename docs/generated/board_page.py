@@ -40,7 +40,7 @@ def board() -> str:
         "Differences of mean scores over the same contexts, with 95 % intervals (bootstrap over contexts), on tasks "
         "that the full cache solves.\n"
         "An order holds here where the whole interval is above 0; where these models solve no task of the paper's "
-        "kind, the command tries it on the paper's own model.\n\n"
+        "kind, or neither side keeps an answer, the command tries it on the paper's own model.\n\n"
         f"{orders_table(report, NAMES)}"
     )
     picture = "![Right answers that are kept over the bytes that are held, for two real models](images/board.svg)"

@@ -40,6 +40,16 @@ def test_rows_of_both_are_compared_over_the_contexts_that_both_have() -> None:
     assert order_difference(row("a", [1.0, 0.0] * 4), row("b", [0.0, 1.0] * 4)).verdict == "no difference seen"
 
 
+def test_where_neither_keeps_an_answer_nothing_is_said_of_their_order() -> None:
+    full, none, late = row("full", [1.0] * 8, ""), [0.0] * 8, [0.0] * 7 + [0.5]
+    found = lines(full, row("lava", none), row("cake", none), row("snapkv", late))
+    lava, cake = (
+        next(line for line in found if f"`{name}` over" in line and "M, facts" in line) for name in ("lava", "cake")
+    )
+    assert "not testable here, neither keeps an answer: `millpond eval" in lava
+    assert cake.endswith("| no difference seen |")
+
+
 def test_other_budgets_unsolved_tasks_and_other_kinds_of_tasks_are_not_compared() -> None:
     low = [row("full", [0.25] * 8, ""), row("cake", [0.25] * 8), row("snapkv", [0.0] * 8)]
     apart = [row("full", [1.0] * 8, ""), row("cake", [1.0] * 8), row("snapkv", [0.0] * 8, "10%")]

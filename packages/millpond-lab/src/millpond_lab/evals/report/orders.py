@@ -141,5 +141,7 @@ def _tried(order: Order, report: Mapping[str, Any], names: Mapping[str, str]) ->
             apart = order_difference(better, worse)
             where = f"{shown}, {family}, {' '.join(part for part in setting[1:] if part != 'auto')}"
             number = f"{apart.mean:+.2f} ({apart.low:+.2f} to {apart.high:+.2f}, {apart.n} contexts)"
-            found.append((where, number, apart.verdict))
+            neither = not any(better["scores"][: apart.n]) and not any(worse["scores"][: apart.n])
+            verdict = f"not testable here, neither keeps an answer: `{order.command}`" if neither else apart.verdict
+            found.append((where, number, verdict))
     return found
