@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +24,8 @@ from millpond.models.load import load_tokenizer, resolve
 from millpond_lab.bench.common.machine import describe_machine
 from millpond_lab.train.text.data import read_document
 from millpond_lab.train.text.eval import even_columns, gathered, sparsity, spread_windows
+
+T = TypeVar("T")
 
 SINK, NEXT, BUDGET, SEED = 4, 64, 0.2, 7
 SHARES = (0.05, 0.20)
@@ -113,22 +114,21 @@ def choices(before: Tensor, after: Tensor) -> dict[str, Tensor]:
     return dict(zip(CHOICES, found, strict=True))
 
 
-@contextmanager
-def watching(model: nn.Module, group: int, found: list[dict[str, Tensor]], columns: list[Tensor]) -> Iterator[None]:
-    """Add each layer's statistics and column sums (L,) to the lists, and let its weights go."""
+def by_layer(model: Any, ids: Tensor, look: Callable[[Tensor], T]) -> list[T]:
+    """What `look` finds in each layer's weights (H, L, L) of a window (1, L); they are let go before the next ones."""
+    found: list[T] = []
 
-    def look(_: nn.Module, __: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, None]:
-        weights = output[1][0]
-        found.append(layer_statistics(weights, group))
-        columns.append(weights.sum((0, 1)))
+    def shown(_: nn.Module, __: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, None]:
+        found.append(look(output[1][0]))
         return output[0], None
 
-    hooks = [layer.self_attn.register_forward_hook(look) for layer in model.model.layers]  # type: ignore[union-attr]
+    hooks = [layer.self_attn.register_forward_hook(shown) for layer in model.model.layers]
     try:
-        yield
+        model(ids, use_cache=False, logits_to_keep=1)
     finally:
         for hook in hooks:
             hook.remove()
+    return found
 
 
 @torch.inference_mode()
@@ -139,10 +139,8 @@ def measure(model: Any, windows: list[Tensor]) -> dict[str, Any]:
     size = model.config.vocab_size
     words, counts = torch.zeros(model.config.num_hidden_layers, size), torch.zeros(size)
     for n, ids in enumerate(windows):
-        found: list[dict[str, Tensor]] = []
-        columns: list[Tensor] = []
-        with watching(model, group, found, columns):
-            model(ids, use_cache=False, logits_to_keep=1)
+        layers = by_layer(model, ids, lambda weights: (layer_statistics(weights, group), weights.sum((0, 1))))
+        found, columns = [statistics for statistics, _ in layers], [column for _, column in layers]
         sums = found if not n else [{k: a[k] + b[k] for k in a} for a, b in zip(sums, found, strict=True)]
         # the first tokens are a sink whatever word they are
         words.index_add_(1, ids[0, SINK:], torch.stack(columns)[:, SINK:])

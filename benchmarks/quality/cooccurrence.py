@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from attention_mass import SINK, spearman
-from torch import Tensor, nn
+from attention_mass import SINK, by_layer, spearman
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from millpond.models.load import load_tokenizer, resolve
@@ -68,22 +67,10 @@ def argmax_is_heavy(weights: Tensor, first: int) -> float:
     return float(torch.stack(found).mean())
 
 
-@contextmanager
-def watching(model: nn.Module, ids: Tensor, degree: Tensor, found: list[list[float]]) -> Iterator[None]:
-    """Add each layer's `NAMES` to the list, and let its weights go."""
-
-    def look(_: nn.Module, __: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, None]:
-        weights = output[1][0]
-        words = by_word(weights.sum((0, 1)), ids, degree)
-        found.append([*words, argmax_is_heavy(weights, 0), argmax_is_heavy(weights, SINK)])
-        return output[0], None
-
-    hooks = [layer.self_attn.register_forward_hook(look) for layer in model.model.layers]  # type: ignore[union-attr]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def of_layer(weights: Tensor, ids: Tensor, degree: Tensor) -> list[float]:
+    """`NAMES` of one layer's weights (H, L, L)."""
+    words = by_word(weights.sum((0, 1)), ids, degree)
+    return [*words, argmax_is_heavy(weights, 0), argmax_is_heavy(weights, SINK)]
 
 
 @torch.inference_mode()
@@ -91,10 +78,7 @@ def measure(model: Any, windows: list[Tensor], degree: Tensor) -> Tensor:
     """(windows, layers, `NAMES`) of windows (1, L)."""
     each = []
     for n, ids in enumerate(windows):
-        found: list[list[float]] = []
-        with watching(model, ids[0], degree, found):
-            model(ids, use_cache=False, logits_to_keep=1)
-        each.append(found)
+        each.append(by_layer(model, ids, partial(of_layer, ids=ids[0], degree=degree)))
         print(f"window {n + 1} of {len(windows)}", flush=True)
     return torch.tensor(each)
 

@@ -324,13 +324,13 @@ def check_port(host: str, port: int) -> None:
         OptionError: It is in use.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             tried.bind((host, port))
-        except OSError as error:  # what else is wrong with the address the server itself tells
-            if error.errno == errno.EADDRINUSE:
-                raise OptionError(f"port {port} of {host} is in use; name another, or 0 for a free one") from error
+    except OSError as error:  # what else is wrong with the address the server itself tells
+        if error.errno == errno.EADDRINUSE:
+            raise OptionError(f"port {port} of {host} is in use; name another, or 0 for a free one") from error
 
 
 def _check_on_cpu(what: str, place: EnginePlace, config: EngineConfig) -> None:
