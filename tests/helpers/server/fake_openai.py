@@ -13,12 +13,16 @@ from typing import Any
 class FakeServer:
     """Answers with `max_tokens` words, `step_s` apart; `conduct` maps the number of a request to how it goes wrong.
 
+    The first answers wait until `together` requests have been under way at a time, at most 10 s each.
+
     Attributes:
         bodies: what was asked, in order. most_at_once: requests under way at a time, at most.
     """
 
-    def __init__(self, step_s: float = 0.0, conduct: dict[int, str] | None = None, usage: bool = True) -> None:
-        self.step_s, self.conduct, self.usage = step_s, conduct or {}, usage
+    def __init__(
+        self, step_s: float = 0.0, conduct: dict[int, str] | None = None, usage: bool = True, together: int = 1
+    ) -> None:
+        self.step_s, self.conduct, self.usage, self.together = step_s, conduct or {}, usage, together
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[str] = []
         self.most_at_once = self._under_way = 0
@@ -62,6 +66,10 @@ class FakeServer:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         if conduct == "silent":
             await asyncio.sleep(5)
+        for _ in range(1000):
+            if self.most_at_once >= self.together:
+                break
+            await asyncio.sleep(0.01)
         n = body["max_tokens"]
         if chat:
             self._event(writer, {"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]})

@@ -27,7 +27,7 @@ def go(server: FakeServer, asks: list[LoadRequest] = TEXTS, **plan: Any) -> dict
 
 def test_times_are_those_of_the_server() -> None:
     """20 ms before each of four tokens: the first after 20 ms, the others 20 ms each, the whole after 80 ms."""
-    with FakeServer(step_s=0.02).running() as server:
+    with FakeServer(step_s=0.02, together=2).running() as server:
         data = go(server, users=2, levels={"ttft": 5.0, "tpot": 0.001})
     s = data["summary"]
     assert (s["sent"], s["answered"], s["output_tokens"], s["prompt_tokens"]) == (6, 6, 24, 66)
@@ -67,7 +67,7 @@ def test_numbers_by_hand() -> None:
 
 def test_an_open_loop_does_not_wait() -> None:
     """All six are under way at once, though each takes longer than all arrivals together."""
-    with FakeServer(step_s=0.6).running() as server:
+    with FakeServer(step_s=0.01, together=6).running() as server:
         data = go(server, [LoadRequest(a.at_s, a.prompt, 1) for a in TEXTS], speed=5.0)
     assert server.most_at_once == 6
     assert [r["planned_s"] for r in data["requests"]] == pytest.approx([0.01 * i for i in range(6)])
@@ -76,7 +76,7 @@ def test_an_open_loop_does_not_wait() -> None:
 
 def test_sessions_keep_their_order_in_a_closed_loop() -> None:
     asks = [LoadRequest(0, f"{session}{i}", 1, session) for i in range(4) for session in "ab"]
-    with FakeServer(step_s=0.005).running() as server:
+    with FakeServer(step_s=0.005, together=2).running() as server:
         go(server, asks, users=5)
     said = [body["prompt"] for body in server.bodies]
     assert [p for p in said if p[0] == "a"] == ["a0", "a1", "a2", "a3"]
