@@ -5,14 +5,16 @@
 All requests are there at the start, and the pool holds `--whole` of them with a full cache. Each line tells how many
 were in flight, tokens per second, and where the time went: steps that read prompts (while answers decode),
 and steps that only decode. Reading costs the same under every method, so what a method can win at most is `full`'s
-time over that of its steps that read. The model is the random Llama of `millpond bench generate`.
+time over that of its steps that read. The model is the random Llama of `millpond bench generate`, with other numbers
+of layers and KV heads if they are given. With memory for all requests, `--whole` as many as `--requests`, it is one
+batch of the same size for all methods, and its seconds are the batch's latency.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from script import begin, keep
@@ -77,7 +79,11 @@ def main() -> None:
     parser.add_argument("--budget", default="20%")
     parser.add_argument("--step-tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=1, help="Methods take turns.")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--kv-heads", type=int)
     args, shape = begin(parser)
+    given = {"layers": args.layers, "kv_heads": args.kv_heads}
+    shape = replace(shape, **{name: value for name, value in given.items() if value is not None})
     model = shape.build()
     entry = 2 * 2 * shape.layers * shape.kv_heads * shape.head_dim  # bytes of a token: keys and values of two bytes
     limit = int(args.whole * 1.04 * entry * (args.prompt + args.answer + 32))  # with positions and scores

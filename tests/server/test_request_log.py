@@ -57,16 +57,18 @@ def test_all_prompts_of_a_request_count(lines: list[str]) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "route"),
     [
-        ("POST", "/v1/completions", {"prompt": 5}, 400, "/v1/completions"),
-        ("POST", "/v1/messages", {}, 400, "/v1/messages"),
-        ("GET", "/v1/models", None, 200, "/v1/models"),
-        ("GET", "/private/secret", None, 404, "(no route)"),
-        ("GET", "/v1/millpond/memory/secret", None, 404, "/v1/millpond/memory/{request_id}"),
-        ("GET", "/v1/models/secret", None, 404, "/v1/models/{name:path}"),
+        ("POST", "/v1/completions", {"prompt": 5}, "400 invalid_value", "/v1/completions"),
+        ("POST", "/v1/completions", BODY | {"temprature": 1}, "400 unknown_parameter", "/v1/completions"),
+        ("POST", "/v1/messages", {}, "400 invalid_value", "/v1/messages"),
+        ("GET", "/v1/models", None, "200", "/v1/models"),
+        ("POST", "/v1/models", None, "405 method_not_allowed", "/v1/models"),
+        ("GET", "/private/secret", None, "404 not_found", "(no route)"),
+        ("GET", "/v1/millpond/memory/secret", None, "404 request_not_found", "/v1/millpond/memory/{request_id}"),
+        ("GET", "/v1/models/secret", None, "404 model_not_found", "/v1/models/{name:path}"),
     ],
 )
 def test_refusals_are_lines_without_what_was_sent(
-    lines: list[str], method: str, path: str, body: Any, status: int, route: str
+    lines: list[str], method: str, path: str, body: Any, status: str, route: str
 ) -> None:
     send(method, path, body)
     (line,) = lines
@@ -83,7 +85,7 @@ def test_nothing_of_keys_texts_and_strange_methods_is_logged(lines: list[str]) -
     assert len(text.splitlines()) == 3
     assert "hidden" not in text.lower().replace("(other)", "")
     assert "\x1b" not in text
-    assert "401" in text
+    assert "401 invalid_api_key" in text
 
 
 def test_what_is_polled_is_logged_only_where_it_fails(lines: list[str]) -> None:
@@ -101,7 +103,7 @@ def test_a_failure_in_a_stream_is_a_line_without_numbers(lines: list[str]) -> No
     llm.fails = MillpondError("broken")
     send("POST", "/v1/completions", BODY | {"stream": True}, llm)
     (line,) = lines
-    assert re.fullmatch(r"POST /v1/completions 200, \d+\.\d\d s", line)
+    assert re.fullmatch(r"POST /v1/completions 200 engine_failed, \d+\.\d\d s", line)
 
 
 def test_without_a_listener_nothing_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -84,9 +84,9 @@ def test_it_serves_and_goes_down_with_nothing_lost() -> None:
                 process.send_signal(signal.SIGTERM)
                 asked.join(60)
             assert found[0].json()["usage"]["completion_tokens"] == 200
-            lines = [line for line in process.stderr if line[9:].startswith(("GET", "POST"))]
-            assert [re.sub(r" (\d+),.*", r" \1", line[9:].strip()) for line in lines] == [
-                "GET (no route) 401",
+            lines = [line for line in process.stderr if line[20:].startswith(("GET", "POST"))]
+            assert [re.sub(r", .*", "", line[20:].strip()) for line in lines] == [
+                "GET (no route) 401 invalid_api_key",
                 "GET /v1/models 200",
                 "POST /v1/completions 200",  # refused before it has a route
             ]
@@ -207,6 +207,7 @@ def test_the_address_is_one_that_can_be_opened(host: str, shown: str) -> None:
     lines = summary(FakeLLM(), ServerSettings(), host, 81)
     assert any(shown in line for line in lines)
     assert "at most 3.9 KiB" in lines[1]
+    assert lines[-2].startswith("turns    none are stored")
 
 
 def test_workers_take_the_place_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

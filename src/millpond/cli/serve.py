@@ -390,8 +390,17 @@ def summary(llm: ServedLLM, settings: ServerSettings, host: str, port: int) -> l
         f"OpenAI   {address}/v1{everywhere}",
         f"others   {address} (Anthropic's clients, llama.cpp's /infill; /openapi.json describes all)",
         f"page     {address}/",
+        f"turns    {_stored_turns(llm)}",
         f"key      {keys}",
     ]
+
+
+def _stored_turns(llm: ServedLLM) -> str:
+    """Return what is said of the turns of chats that are kept on a disk."""
+    if llm.sessions is None:
+        return "none are stored (--cache-dir)"
+    stats = llm.sessions.stats()
+    return f"{size(stats.disk_bytes)} stored, of at most {size(stats.disk_limit)}"
 
 
 def show_requests() -> None:
@@ -399,7 +408,7 @@ def show_requests() -> None:
     from millpond.server.request_log import LOG
 
     lines = logging.StreamHandler(sys.stderr)
-    lines.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    lines.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     LOG.handlers[:] = [lines]
     LOG.setLevel(logging.INFO)
     LOG.propagate = False

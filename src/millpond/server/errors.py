@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
+from starlette.types import Scope
 
 from millpond.errors import (
     BudgetError,
@@ -28,6 +29,8 @@ from millpond.errors import (
     WouldForgetError,
 )
 
+#: Where in a scope the code of the error is that a request ended with.
+FAILED = "millpond.failed"
 #: Status and code of Millpond's own errors; the first that fits. What cannot be parsed is 400, what can be parsed and
 #: never done is 422.
 _STATUS: tuple[tuple[type[MillpondError], int, str], ...] = (
@@ -129,8 +132,9 @@ class ApiError(Exception):
         text = self.message if len(self.message) <= _LONGEST else f"{self.message[: _LONGEST - 3]}..."
         return text.encode("utf-8", "replace").decode()
 
-    def response(self, path: str) -> JSONResponse:
-        """Return the whole answer of a route of this path."""
+    def response(self, scope: Scope) -> JSONResponse:
+        """Return the whole answer of a request, whose scope gets to know the code."""
+        scope[FAILED], path = self.code, scope["path"]
         if path != ANTHROPIC and not path.startswith(f"{ANTHROPIC}/"):
             return JSONResponse(self.body(), self.status, self.headers)
         body = self.anthropic_body()
@@ -142,26 +146,24 @@ def install(app: FastAPI) -> None:
 
     async def api_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)
-        return error.response(request.scope["path"])
+        return error.response(request.scope)
 
     async def millpond_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, MillpondError)
-        return ApiError.of(error).response(request.scope["path"])
+        return ApiError.of(error).response(request.scope)
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return of_validation(error.errors()).response(request.scope["path"])
+        return of_validation(error.errors()).response(request.scope)
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
-        return ApiError(error.status_code, str(error.detail), code, headers=error.headers).response(
-            request.scope["path"]
-        )
+        return ApiError(error.status_code, str(error.detail), code, headers=error.headers).response(request.scope)
 
     async def bug(request: Request, error: Exception) -> JSONResponse:
         message = f"the server failed with {type(error).__name__}; its log says more"
-        return ApiError(500, message, "internal_error").response(request.scope["path"])
+        return ApiError(500, message, "internal_error").response(request.scope)
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(MillpondError, millpond_error)

@@ -40,7 +40,7 @@ class ApiKeyMiddleware:
             return
         message = "this server asks for an API key: send 'Authorization: Bearer KEY', or 'x-api-key: KEY'"
         refusal = ApiError(401, message, "invalid_api_key", headers=_CLOSE | {"WWW-Authenticate": "Bearer"})
-        await refusal.response(scope["path"])(scope, receive, send)
+        await refusal.response(scope)(scope, receive, send)
 
     def _known(self, scope: Scope) -> bool:
         given = key_of(scope)
@@ -74,7 +74,7 @@ class Hosts:
             f"host {host[:100]!r} is not this server; name it as it listens, or let its operator allow the host "
             "(--allow-host)"
         )
-        await ApiError(421, message, "unknown_host", headers=_CLOSE).response(scope["path"])(scope, receive, send)
+        await ApiError(421, message, "unknown_host", headers=_CLOSE).response(scope)(scope, receive, send)
 
     def _checks(self, scope: Scope) -> bool:
         at = str((scope.get("server") or ("",))[0])
@@ -131,7 +131,7 @@ class BodyLimitMiddleware:
             if whole:  # else the client is gone
                 await self._app(scope, _replay(body, receive), send)
         except ApiError as refusal:
-            await refusal.response(scope["path"])(scope, receive, send)
+            await refusal.response(scope)(scope, receive, send)
         finally:
             self.held -= len(body)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from millpond.engine.outputs import RequestOutput
+from millpond.server.errors import FAILED
 from millpond.server.usage import usage
 
 #: The logger; who wants the lines sets its level to INFO.
@@ -44,16 +45,20 @@ class RequestLog:
             await self._app(scope, receive, noting)
         except Exception:
             status = status or 500  # which is what answers it further out
+            scope.setdefault(FAILED, "internal_error")
             raise
         finally:
             # the path of a route, not of the request: that may hold ids of others, or anything
             route = getattr(scope.get("route"), "path", "(no route)")
             if route not in _POLLED or not 200 <= status < 300:
                 method = scope["method"] if scope["method"] in _METHODS else "(other)"
-                LOG.info("%s", line_of(method, route, status, outputs, time.monotonic() - began))
+                seconds = time.monotonic() - began
+                LOG.info("%s", line_of(method, route, status, outputs, seconds, scope.get(FAILED)))
 
 
-def line_of(method: str, route: str, status: int, outputs: Sequence[RequestOutput], seconds: float) -> str:
+def line_of(
+    method: str, route: str, status: int, outputs: Sequence[RequestOutput], seconds: float, failed: str | None = None
+) -> str:
     """Return one line of the log.
 
     Args:
@@ -62,12 +67,15 @@ def line_of(method: str, route: str, status: int, outputs: Sequence[RequestOutpu
         status: Status of HTTP; 0: the connection was lost before there was one.
         outputs: Outputs that have ended.
         seconds: Seconds of the request.
+        failed: Code of the error that it ended with; None: with none.
 
     Example:
         >>> line_of("GET", "/v1/models", 200, [], 0.25)
         'GET /v1/models 200, 0.25 s'
+        >>> line_of("POST", "/v1/completions", 429, [], 0.01, "queue_full")
+        'POST /v1/completions 429 queue_full, 0.01 s'
     """
-    parts = [f"{method} {route} {status or 'no answer'}"]
+    parts = [f"{method} {route} {status or 'no answer'}{f' {failed}' if failed else ''}"]
     if outputs:
         figures = usage(outputs)
         cached = figures["prompt_tokens_details"]["cached_tokens"]

@@ -20,7 +20,7 @@ from millpond.server.admission import AdmissionControl
 from millpond.server.answers import ApiCall
 from millpond.server.body_parsing import JsonBodies
 from millpond.server.client_pacing import ClientPacing
-from millpond.server.errors import ApiError
+from millpond.server.errors import FAILED, ApiError
 from millpond.server.identity import Client, ClientRegistry
 from millpond.server.image_worker import ImageWorker
 from millpond.server.llm_protocol import ServedLLM
@@ -214,7 +214,7 @@ class Service:
         except ClientGone:
             self.metrics.left.inc()
             return Response(status_code=_CLIENT_GONE)
-        return EventStream(self._events(api_call, first, outputs), outputs, self.metrics.left.inc)
+        return EventStream(self._events(api_call, first, outputs, http.scope), outputs, self.metrics.left.inc)
 
     async def _outputs(
         self,
@@ -246,7 +246,7 @@ class Service:
         return api_call.whole(self.llm.model_name, answers)
 
     async def _events(
-        self, api_call: ApiCall, first: tuple[int, RequestOutput], rest: Outputs
+        self, api_call: ApiCall, first: tuple[int, RequestOutput], rest: Outputs, scope: Scope
     ) -> AsyncGenerator[str, None]:
         events = api_call.events(self.llm.model_name)
         try:
@@ -256,7 +256,9 @@ class Service:
                 for event in events.more(place, output):
                     yield event
         except (ApiError, MillpondError) as error:  # the status is long sent
-            for event in events.fail(error if isinstance(error, ApiError) else ApiError.of(error)):
+            failure = error if isinstance(error, ApiError) else ApiError.of(error)
+            scope[FAILED] = failure.code
+            for event in events.fail(failure):
                 yield event
             return
         for event in events.end():

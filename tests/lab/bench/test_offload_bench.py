@@ -252,6 +252,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         (["--accelerate", str(tmp_path)], "holds no package accelerate"),
         (["--cells", "llamacpp-bf16-4", "--llamacpp", str(tmp_path / "python")], "environment with llama.cpp"),
         (["--cells", "deepspeed-host-1", "--deepspeed", str(tmp_path)], "holds no package deepspeed"),
+        (["--cells", "flexgen-2x8", "--flexgen", str(tmp_path)], "holds no package flexllmgen"),
     ):
         shown = CliRunner().invoke(app, ["bench", "offload", *options], env={"COLUMNS": "200"})
         assert shown.exit_code == 2
@@ -318,7 +319,7 @@ def test_the_table_compares_with_the_best_of_the_others(tmp_path: Path) -> None:
         in text
     )
     assert "| DeepSpeed ZeRO-3, weights in files, batch 8* | 4 | 1.50 |" in text
-    assert "DeepSpeed is not ended" in text
+    assert "DeepSpeed and FlexGen are not ended" in text
     assert "Packing to int4: 300 MB/s" in text
     picture = draw(data, tmp_path / "offload.svg").read_text(encoding="utf-8")
     assert "Millpond, H2O 20 %" in picture

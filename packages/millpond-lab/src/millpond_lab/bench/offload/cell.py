@@ -33,10 +33,11 @@ from millpond.tiers.threads import ThreadBackend
 from millpond_lab.bench.offload.batch import time_batch
 from millpond_lab.bench.offload.cap import Cap
 from millpond_lab.bench.offload.deepspeed import run_deepspeed
+from millpond_lab.bench.offload.flexgen import run_flexgen
 from millpond_lab.bench.offload.llamacpp import run_llamacpp
 from millpond_lab.bench.offload.projection import growth, sizes_of
-from millpond_lab.bench.offload.settings import OURS, OffloadSettings
-from millpond_lab.bench.offload.shapes import SHAPES, prompts_of
+from millpond_lab.bench.offload.settings import OURS, OffloadSettings, Packages
+from millpond_lab.bench.offload.shapes import SHAPES, is_opt, kv_bytes, prompts_of
 from millpond_lab.bench.offload.waited import waited_s
 
 #: Seconds for which the bandwidth is measured before and after a cell; the last third counts, since disks of virtual
@@ -201,8 +202,16 @@ def run_accelerate(folder: Path, batch: int, settings: OffloadSettings, accelera
     first: Any = AutoModelForCausalLM.from_pretrained(resolve("pond-recall"), trust_remote_code=False)
     first.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
     del first
-    where: dict[str, Any] = {f"model.layers.{n}": "disk" for n in range(SHAPES[settings.shape]["num_hidden_layers"])}
-    where |= dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    cached = kv_bytes(settings.shape, batch * (settings.prompt + settings.new))
+    if cached > settings.memory:
+        raise MemoryError(f"{cached:,} bytes of keys and values at the end, and {settings.memory:,} allowed")
+    rest: tuple[str, ...]
+    inner, rest = "model", ("model.embed_tokens", "model.norm", "model.rotary_emb")
+    if is_opt(settings.shape):
+        inner = "model.decoder"
+        rest = tuple(f"{inner}.{name}" for name in ("embed_tokens", "embed_positions", "final_layer_norm"))
+    where: dict[str, Any] = {f"{inner}.layers.{n}": "disk" for n in range(SHAPES[settings.shape]["num_hidden_layers"])}
+    where |= dict.fromkeys((*rest, "lm_head"), "cpu")
     cap = Cap(folder, settings.memory)
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, device_map=where, offload_folder=folder / "accelerate", trust_remote_code=False
@@ -210,27 +219,24 @@ def run_accelerate(folder: Path, batch: int, settings: OffloadSettings, accelera
     return {**time_batch(model, batch, settings), **cap.end()}
 
 
-def run_cell(
-    cell: str, folder: Path, accelerate: Path, llamacpp: Path, deepspeed: Path, settings: OffloadSettings
-) -> dict[str, Any]:
-    """A cell in this process.
-
-    Args:
-        accelerate: a folder that holds the package of that name. llamacpp: Python of an environment with llama.cpp.
-        deepspeed: a folder that `deepspeed_env.sh` made.
-    """
+def run_cell(cell: str, folder: Path, packages: Packages, settings: OffloadSettings) -> dict[str, Any]:
+    """A cell in this process."""
     torch.set_num_threads(settings.threads)
     before = bandwidth(folder)
+    kind, _, rest = cell.partition("-")
     if cell in OURS:
         found = run_ours(folder, cell, settings)
-    elif cell.startswith("llamacpp"):
-        _, weights, batch = cell.split("-")
-        found = run_llamacpp(folder, weights, int(batch), settings, llamacpp)
-    elif cell.startswith("deepspeed"):
-        _, device, batch = cell.split("-")
-        found = run_deepspeed(folder, device, int(batch), settings, deepspeed)
+    elif kind == "llamacpp":
+        weights, batch = rest.split("-")
+        found = run_llamacpp(folder, weights, int(batch), settings, packages.llamacpp)
+    elif kind == "deepspeed":
+        device, batch = rest.split("-")
+        found = run_deepspeed(folder, device, int(batch), settings, packages.deepspeed)
+    elif kind == "flexgen":
+        batch, batches = rest.split("x")
+        found = run_flexgen(folder, int(batch), int(batches), settings, packages.flexgen)
     else:
-        found = run_accelerate(folder, int(cell.rpartition("-")[2]), settings, accelerate)
+        found = run_accelerate(folder, int(rest), settings, packages.accelerate)
     found["bandwidth_gb_per_s"] = [before, bandwidth(folder)]
     found["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"cell": cell, **found}
@@ -238,8 +244,6 @@ def run_cell(
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
-    folder, accelerate, llamacpp, deepspeed = (
-        Path(given[name]) for name in ("folder", "accelerate", "llamacpp", "deepspeed")
-    )
+    packages = Packages(**{name: Path(path) for name, path in given["packages"].items()})
     settings = OffloadSettings(**given["settings"])
-    print(json.dumps(run_cell(given["cell"], folder, accelerate, llamacpp, deepspeed, settings)))
+    print(json.dumps(run_cell(given["cell"], Path(given["folder"]), packages, settings)))

@@ -19,7 +19,7 @@ from millpond.models.load import resolve
 from millpond_lab.bench.offload.batch import time_batch
 from millpond_lab.bench.offload.cap import Cap
 from millpond_lab.bench.offload.settings import OffloadSettings
-from millpond_lab.bench.offload.shapes import SHAPES
+from millpond_lab.bench.offload.shapes import SHAPES, is_opt
 
 #: Folder of its files, in the folder of the model.
 FILES = "deepspeed"
@@ -87,7 +87,7 @@ def config_of(device: str, files: Path, settings: OffloadSettings) -> dict[str, 
         largest = hidden * max(shape["vocab_size"], inner)
         buffers = min(max(settings.memory // 2 // (2 * largest), _FEWEST_BUFFERS), _MOST_BUFFERS)
         kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
-        layer = hidden * (2 * hidden + 2 * kv + 3 * inner)
+        layer = hidden * (2 * hidden + 2 * kv + (2 if is_opt(settings.shape) else 3) * inner)
         zero["offload_param"] |= {
             "device": "nvme",
             "nvme_path": str(files),

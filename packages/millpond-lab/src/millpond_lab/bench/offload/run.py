@@ -18,7 +18,7 @@ from millpond.models.weights.packed_file import packed_sizes
 from millpond.models.weights.skeleton import Skeleton
 from millpond_lab.bench.common.machine import describe_machine
 from millpond_lab.bench.offload.cap import SLACK
-from millpond_lab.bench.offload.settings import CELLS, DEEPSPEED_LIMIT_S, OffloadSettings
+from millpond_lab.bench.offload.settings import CELLS, DEEPSPEED_LIMIT_S, OffloadSettings, Packages
 from millpond_lab.bench.offload.shapes import COMMON, SHAPES, make_model, weight_bytes
 
 #: Where packed weights are, in the folder of the model.
@@ -48,9 +48,7 @@ def prepare(folder: Path, settings: OffloadSettings, measure: bool) -> dict[str,
 
 def run(
     folder: Path,
-    accelerate: Path,
-    llamacpp: Path,
-    deepspeed: Path,
+    packages: Packages,
     settings: OffloadSettings,
     cells: Sequence[str],
     *,
@@ -61,8 +59,7 @@ def run(
     """Run cells, and return a report.
 
     Args:
-        folder: where the model is, or comes to be. accelerate: a folder that holds the package of that name.
-        llamacpp: Python of an environment with llama.cpp. deepspeed: a folder that `deepspeed_env.sh` made.
+        folder: where the model is, or comes to be. packages: the other engines.
         before: a report, whose other cells are kept if it is of the same settings. measure: measure the machine first.
         keep: called with the report after each cell.
     """
@@ -87,9 +84,7 @@ def run(
         given = {
             "cell": cell,
             "folder": str(folder),
-            "accelerate": str(accelerate),
-            "llamacpp": str(llamacpp),
-            "deepspeed": str(deepspeed),
+            "packages": {name: str(path) for name, path in asdict(packages).items()},
             "settings": asdict(settings),
         }
         command = [sys.executable, "-m", "millpond_lab.bench.offload.cell", json.dumps(given)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from millpond_lab.bench.common.report import markdown_table
+from millpond_lab.bench.offload.shapes import is_opt
 
 #: Parts of a block whose time is predicted: while prompts are read, and after that.
 PARTS = ("prefill", "decode")
@@ -19,8 +20,14 @@ NAMES = {
     "full-int4-weights": "Millpond, full cache, int4 weights",
     "full-no-overlap": "Millpond, full cache, no overlap",
 }
-#: Said of a report with rows of DeepSpeed.
-_NOT_ENDED = "DeepSpeed is not ended where it takes more memory than that; such rows say how much it took."
+#: Said of a report with rows of DeepSpeed or FlexGen.
+_NOT_ENDED = "DeepSpeed and FlexGen are not ended where they take more memory than that; such rows say how much."
+
+#: Said of a report with rows of FlexGen.
+_STUBBED = (
+    "FlexGen is its official code, on a CPU that answers its calls of CUDA: its copies between two memories are copies "
+    "in one, and its products of float16 are computed in float32, both of which a GPU would spare it."
+)
 
 
 def markdown(data: dict[str, Any]) -> str:
@@ -46,7 +53,7 @@ def markdown(data: dict[str, Any]) -> str:
     lines = [
         "# Offloading",
         "",
-        f"Random Llama of {settings['shape']} in bf16 ({data['model_bytes'] / 1e6:,.0f} MB), memory "
+        f"Random {_kind(settings['shape'])} in bf16 ({data['model_bytes'] / 1e6:,.0f} MB), memory "
         f"{settings['memory'] / 2**20:,.0f} MiB and {data['slack_bytes'] / 2**20:,.0f} MiB for what no ledger counts, "
         f"prompts of {settings['prompt']} and answers of {settings['new']} tokens, {settings['threads']} threads.",
         f"One run of each cell on {data['hardware']}; {data['software']}.",
@@ -55,7 +62,8 @@ def markdown(data: dict[str, Any]) -> str:
         + (f", of ours {ours}, whose later steps read caches that have grown as fast." if ours else "."),
         "Waited: share of the time in which the calling thread could have run and other processes had the cores; the "
         "columns from 'tok/s besides' to 'of decoding' are of the rest.",
-        *([_NOT_ENDED] if any(row["cell"].startswith("deepspeed") for row in data["rows"]) else []),
+        *([_NOT_ENDED] if any(row["cell"].startswith(("deepspeed", "flexgen")) for row in data["rows"]) else []),
+        *([_STUBBED] if any(row["cell"].startswith("flexgen") for row in data["rows"]) else []),
         "Reads go on while it waits, so the rest of a part that reading bounds is too short.",
         "",
         markdown_table(head, [_row(row, label_of(row, data), best) for row in data["rows"]]),
@@ -64,6 +72,11 @@ def markdown(data: dict[str, Any]) -> str:
         lines.append(f"Packing to int4: {data['packing_bytes_per_s'] / 1e6:,.0f} MB/s of the weights as saved.\n")
     lines.append(f"`{data['command']}`\n")
     return "\n".join(lines)
+
+
+def _kind(shape: str) -> str:
+    """Name of a shape with its family."""
+    return f"OPT of {shape.removeprefix('opt-')}" if is_opt(shape) else f"Llama of {shape}"
 
 
 def _row(row: dict[str, Any], name: str, best: float) -> list[str]:
@@ -118,4 +131,7 @@ def name_of(cell: str) -> str:
         _, device, batch = cell.split("-")
         where = "all weights in host memory" if device == "host" else "weights in files"
         return f"DeepSpeed ZeRO-3, {where}, batch {batch}"
+    if cell.startswith("flexgen"):
+        batch, batches = cell.removeprefix("flexgen-").split("x")
+        return f"FlexGen, weights and KV in files, {batches} batches of {batch}"
     return NAMES.get(cell, f"Accelerate, disk offload, batch {cell.rpartition('-')[2]}")

@@ -1,4 +1,4 @@
-"""`millpond bench offload`: a model that does not fit in memory: ours, Accelerate, llama.cpp and DeepSpeed."""
+"""`millpond bench offload`: a model beyond memory: ours, Accelerate, llama.cpp, DeepSpeed and FlexGen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from millpond_lab.cli.options import Report
 
 
 def offload(
-    shape: Annotated[str, typer.Option(help="Shape of the model: 1.04B or 0.16B.")] = "1.04B",
+    shape: Annotated[str, typer.Option(help="Shape of the model: 1.04B, 0.16B, opt-1.0B or opt-0.26B.")] = "1.04B",
     memory: Annotated[str, typer.Option(help="Memory of each engine, without Python and its libraries.")] = "512MiB",
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 512,
     new: Annotated[int, typer.Option(min=2, help="New tokens of an answer.")] = 128,
@@ -38,19 +38,23 @@ def offload(
     deepspeed: Annotated[
         Path, typer.Option(help="Folder with DeepSpeed (benchmarks/engines/deepspeed_env.sh).")
     ] = Path("build/deepspeed"),
+    flexgen: Annotated[
+        Path, typer.Option(help="Folder with FlexGen's code (benchmarks/engines/flexgen_env.sh).")
+    ] = Path("build/flexgen"),
     measure: Annotated[bool, typer.Option("--measure", help="Measure the machine again first, about 30 s.")] = False,
     out: Report = None,
 ) -> None:
-    """Time our sweep, Accelerate's disk offload and llama.cpp, all in one cap on memory, and ours against its plan.
+    """Time our sweep, Accelerate's disk offload, llama.cpp and FlexGen, all in one cap, and ours against its plan.
 
-    DeepSpeed's ZeRO-3 is timed with them and may take more; its rows say how much.
+    DeepSpeed's ZeRO-3 and FlexGen are timed with them and may take more; their rows say how much.
     """
     from millpond.budget import parse_bytes
     from millpond_lab.bench.common.report import write_report
     from millpond_lab.bench.offload import deepspeed as deepspeed_cells
+    from millpond_lab.bench.offload import flexgen as flexgen_cells
     from millpond_lab.bench.offload.llamacpp import check
     from millpond_lab.bench.offload.run import run
-    from millpond_lab.bench.offload.settings import CELLS, OffloadSettings
+    from millpond_lab.bench.offload.settings import CELLS, OffloadSettings, Packages
     from millpond_lab.bench.offload.shapes import SHAPES
     from millpond_lab.bench.offload.table import markdown
     from millpond_lab.cli.bench.offload_picture import draw
@@ -70,6 +74,9 @@ def offload(
         check(llamacpp)
     if any(name.startswith("deepspeed") for name in chosen):
         deepspeed_cells.check(deepspeed)
+    if any(name.startswith("flexgen") for name in chosen):
+        flexgen_cells.check(flexgen, shape)
+    packages = Packages(accelerate=accelerate, llamacpp=llamacpp, deepspeed=deepspeed, flexgen=flexgen)
     settings = OffloadSettings(
         shape=shape,
         memory=parse_bytes(memory),
@@ -89,7 +96,7 @@ def offload(
             write_report(out, "offload", data, markdown(data))
 
     with errors().status("measuring"):
-        data = run(folder, accelerate, llamacpp, deepspeed, settings, chosen, before=before, measure=measure, keep=keep)
+        data = run(folder, packages, settings, chosen, before=before, measure=measure, keep=keep)
     deliver("offload", data, markdown(data), out)
     if out is not None:
         typer.echo(f"wrote {draw(data, out / 'offload.svg')}")
