@@ -27,6 +27,7 @@ from generated.papers_page import papers_page
 from generated.quality_page import quality_figures, quality_tables
 from generated.request_fields_page import request_fields_page
 from generated.results import RESULTS, ROOT
+from generated.results_page import results_page
 from generated.retaining_page import retaining_figures, retaining_tables
 from generated.settings_page import settings_page
 from generated.speed_tables import result_table
@@ -116,6 +117,7 @@ def pages() -> dict[Path, str]:
         text = texts.get(page) or page.read_text(encoding="utf-8")
         if INSTALLS.search(text):
             texts[page] = INSTALLS.sub(lambda found: shown_command(found[1]), text)
+    texts[RESULTS / "README.md"] = results_page(texts)
     return {path: one_per_line(text) for path, text in texts.items()} | {OPTION_TYPES: option_types()}
 
 

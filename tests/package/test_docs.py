@@ -7,8 +7,10 @@ import doctest
 import importlib.util
 import inspect
 import io
+import json
 import re
 import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -309,3 +311,16 @@ def test_the_files_that_the_architecture_names_exist() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     links = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in link]
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_every_result_has_a_day(generator: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = sys.modules["generated.results_page"]
+    dates = json.loads(page.DATES.read_text(encoding="utf-8"))
+    assert dates.keys() == page.entries().keys()
+    shown = page.results_page({})
+    assert f"| {dates['batch']} | [batch](batch.md) |" in shown
+    lost = tmp_path / "dates.json"
+    lost.write_text(json.dumps({name: day for name, day in dates.items() if name != "batch"}))
+    monkeypatch.setattr(page, "DATES", lost)
+    with pytest.raises(SystemExit, match=r"batch; run benchmarks/results_dates\.py"):
+        page.results_page({})
