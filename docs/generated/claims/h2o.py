@@ -12,7 +12,6 @@ from generated.claims.form import CONTRADICTED, PARTLY, REPRODUCED, Claim, Tried
 from generated.claims.text import of_text
 from generated.results import RESULTS, read
 
-
 #: Lengths of answers behind prompts of 512 tokens.
 _ANSWERS = (32, 512, 1024)
 
