@@ -147,7 +147,8 @@ def _curves(axis: Axes, layers: np.ndarray, even: np.ndarray) -> None:
 
 def _map(axis: Axes, shares: np.ndarray, name: str) -> None:
     calm(axis, grid=False)
-    axis.pcolormesh(100 * shares, cmap=SCALE, vmin=0, vmax=100, edgecolors="white", linewidth=0.4)
+    cells = {"cmap": SCALE, "vmin": 0, "vmax": 100, "edgecolors": "white", "linewidth": 0.4}
+    axis.pcolormesh(100 * shares, rasterized=True, **cells)  # one image: a path for each cell is 400 KB
     for (layer, head), value in np.ndenumerate(100 * shares):
         colour = "white" if value > 55 else INK
         axis.text(head + 0.5, layer + 0.5, f"{value:.0f}", ha="center", va="center", fontsize=5.5, color=colour)
