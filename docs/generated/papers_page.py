@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from generated.claims.table import INTRODUCTION as CLAIMS_INTRO
+from generated.claims.table import claims_table
 from generated.markup import left
 from generated.method_pages import own_methods
-from generated.paper_claims import INTRODUCTION as CLAIMS_INTRO
-from generated.paper_claims import claims_table
 from generated.results import ROOT
 from millpond.codec.presets import FLEXGEN, KIVI, KVQUANT, MIKV, PRESETS, QUAROT, THINK
 from millpond.methods import METHODS

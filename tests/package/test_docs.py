@@ -149,21 +149,22 @@ def test_figures_and_verdicts_follow_the_rows(generator: ModuleType) -> None:
 
 
 def test_claims_of_papers_have_rows_and_verdicts(generator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    claims = importlib.import_module("generated.paper_claims")
-    assert doctest.testmod(claims).failed == 0
-    for claim in claims.CLAIMS:
+    form = importlib.import_module("generated.claims.form")
+    assert doctest.testmod(form).failed == 0
+    for claim in importlib.import_module("generated.claims.table").CLAIMS:
         if isinstance(claim.tried, str):
             continue
         found = claim.tried()
         assert (ROOT / "benchmarks" / "results" / found.rows).exists()
         assert not found.script.startswith("benchmarks/") or (ROOT / found.script).exists()
-        assert found.verdict in {claims.REPRODUCED, claims.PARTLY, claims.CONTRADICTED, claims.UNSEEN}
-    rows = claims.read("h2o-parts-real")
+        assert found.verdict in {form.REPRODUCED, form.PARTLY, form.CONTRADICTED, form.UNSEEN}
+    h2o = importlib.import_module("generated.claims.h2o")
+    rows = h2o.read("h2o-parts-real")
     for one in rows:
         if one["method"] == "no_heavy:sinks=4":
             one["low"], one["high"] = -0.5, -0.4
-    monkeypatch.setattr(claims, "read", lambda name: rows)
-    assert claims.heavy_hitters_carry().verdict == claims.CONTRADICTED
+    monkeypatch.setattr(h2o, "read", lambda name: rows)
+    assert h2o.heavy_hitters_carry().verdict == form.CONTRADICTED
 
 
 @pytest.mark.parametrize("page", [_marked(page) for page in WITH_CODE], ids=name)

@@ -1,0 +1,39 @@
+"""What papers claim, and what came out when it was tried here: a table from committed rows.
+
+A verdict follows from the rows: *reproduced* where the figure, or the whole interval, is on the claim's side; *partly*
+where the direction is the paper's and the size is not; *contradicted* where the whole interval is on the other side;
+*no difference seen* where it holds both. What has not been run has the command that runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from generated.claims import formats, h2o, serving, text, trained
+from generated.claims.form import Claim
+from millpond_lab.bench.common.report import markdown_table
+
+CLAIMS = (*h2o.CLAIMS, *text.CLAIMS, *formats.CLAIMS, *trained.CLAIMS, *serving.CLAIMS)
+
+INTRODUCTION = """\
+The same comparisons, tried on models that are at hand; verdicts follow from the rows.
+*Partly*: the paper's direction without its size, or a part of the claim.
+*Contradicted*: the other direction, beyond the interval.
+These models are small: a verdict is about them, not about the paper's.
+There are [more pairs of methods](../explanation/orderings.md) on a model of our own, and
+[orders of the newest](../board.md#orders-that-papers-state) on two real ones.
+"""
+
+
+def claims_table(claims: Sequence[Claim] = CLAIMS) -> str:
+    """The table of all claims."""
+    head = ("paper", "it says", "here", "bytes", "model", "rows, script", "verdict")
+    return markdown_table(head, [_line(claim) for claim in claims])
+
+
+def _line(claim: Claim) -> tuple[str, ...]:
+    if isinstance(claim.tried, str):
+        return claim.paper, claim.says, "", "", "", claim.tried, "not run yet"
+    found = claim.tried()
+    where = f"[{found.rows}](../../benchmarks/results/{found.rows}), `{found.script}`"
+    return claim.paper, claim.says, found.figure, found.bytes, found.model, where, found.verdict
