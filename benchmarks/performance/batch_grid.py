@@ -99,7 +99,7 @@ def measure(
     prompts = tree_prompts(tree, shape.vocab, args.seed)
     lengths = new_tokens_of(prompts, args.shared, answers, args.seed)
     limit = round(pool * pool_bytes(shape, args, degree, list(lengths.values())))
-    runs = list(RUNS) if degree > 1 and pool == min(args.pools) else list(ORDERS)
+    runs = list(RUNS) if degree > 1 and pool == min(POOLS) else list(ORDERS)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     read: dict[str, int] = {}
     tokens: dict[str, Any] = {}
@@ -129,7 +129,7 @@ def main() -> None:
     names = ("prompts", "shared", "own", "repeats", "seed", "threads", "tiny")
     rows = GrowingRows(args.json, {name: getattr(args, name) for name in names}, "degree", "pool", "answers")
     run = partial(measure, model, shape, args)
-    for degree, pool, answers in product(args.degrees, args.pools, (*ANSWERS, "unequal")):
+    for answers, pool, degree in product((*ANSWERS[:2], "unequal", ANSWERS[2]), args.pools, args.degrees):
         if not rows.has(degree, pool, answers):
             rows.add(run((degree, pool, answers)))
 

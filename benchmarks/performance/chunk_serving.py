@@ -105,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("text", type=Path, nargs="?", help="Of the chunks; without one they are of random tokens.")
     parser.add_argument("--model", default="smollm2-135m")
-    sizes = (("queries", 48), ("picked", 4), ("tokens", 64), ("system", 64), ("question", 16), ("new", 16))
+    sizes = (("queries", 24), ("picked", 3), ("tokens", 64), ("system", 64), ("question", 16), ("new", 8))
     for name, value in (*sizes, ("in-flight", 8), ("seeds", 3)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--repeated", type=float, default=0.75, help="Share of retrieved chunks.")

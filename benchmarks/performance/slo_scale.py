@@ -2,19 +2,19 @@
 
     python benchmarks/performance/slo_scale.py --traces FOLDER [--json benchmarks/results/slo-scale.json]
 
-OPT on A100 with the step times that DistServe's authors published; nothing is measured. A row is a load, a layout, a
-rate and a seed of lengths and arrivals. Its scale is the least multiple of both limits (the first token, each token
-after it) that nine tenths of the requests keep: no limit steers the simulated scheduler, so the scale is found by
-sorting what each request needs, exactly, where the paper bisects. Rows of a rate of 0 are goodput at a scale of 1, by
-bisection. Layouts are compared at the same rate of each device: one worker that does both (steps of 2,048 tokens, or of
-512, which delay answers less), the same with the step times of vLLM that the authors published, and workers of both
-kinds with the links of one node. A run goes on from the rows that the file of --json has.
+OPT on A100 with the step times that DistServe's authors published; nothing is measured. A row is a load, a layout and a
+seed of lengths and arrivals, with its goodput of each device, by bisection, and scales at some rates of each device. A
+scale is the least multiple of both limits (the first token, each token after it) that nine tenths of the requests keep:
+no limit steers the simulated scheduler, so it is found by sorting what each request needs, exactly, where the paper
+bisects. Beyond its capacity a layout's scale grows with the number of requests. Layouts are one worker that does both
+(steps of 2,048 tokens, or of 512, which delay answers less), the same with the step times of vLLM that the authors
+published, and workers of both kinds with the links of one node. A run goes on from the rows that the file of --json
+has.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,16 +106,13 @@ def measure(case: ScaleCase, args: argparse.Namespace, rows: GrowingRows) -> Non
     name = case.story.name
     for kind, layout in layouts_of(case, A100[case.model]):
         for seed in range(args.seeds):
-            for rate in case.rates:
-                if not rows.has(name, kind, layout.name, rate, seed):
-                    scale = scale_of(layout, cache, pairs, levels, args.requests, rate, seed)
-                    rows.add({"load": name, "kind": kind, "layout": layout.name, "rate": rate, "seed": seed} | scale)
-            if not rows.has(name, kind, layout.name, 0, seed):
-                began = time.process_time()
+            if not rows.has(name, kind, layout.name, seed):
+                scales = [
+                    (rate, scale_of(layout, cache, pairs, levels, args.requests, rate, seed)) for rate in case.rates
+                ]
                 found = goodput(layout, cache, NODE, Demand(pairs, levels, args.requests, (seed,)))
-                row = {"load": name, "kind": kind, "layout": layout.name, "rate": 0, "seed": seed}
-                print(f"{time.process_time() - began:.0f} s", end=" ")
-                rows.add(row | {"goodput": found.per_device})
+                row = {"load": name, "kind": kind, "layout": layout.name, "seed": seed}
+                rows.add(row | {"scales": scales, "goodput": found.per_device})
 
 
 def scale_of(
@@ -126,12 +123,12 @@ def scale_of(
     requests: int,
     rate: float,
     seed: int,
-) -> dict[str, float]:
+) -> float:
     """The scale that a layout needs at a rate of each of its devices."""
     asked = sample(pairs, requests, rate * layout.devices, seed)
     outcomes = Simulation(layout, cache, NODE if layout.splits else None).run(asked)
     assert outcomes is not None, "nothing stops it"
-    return {"scale": needed_scale(outcomes, levels)}
+    return needed_scale(outcomes, levels)
 
 
 def main() -> None:
@@ -142,7 +139,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    rows = GrowingRows(args.json, {"requests": args.requests}, "load", "kind", "layout", "rate", "seed")
+    rows = GrowingRows(args.json, {"requests": args.requests}, "load", "kind", "layout", "seed")
     for case in CASES:
         if case.story.name in args.loads:
             measure(case, args, rows)
