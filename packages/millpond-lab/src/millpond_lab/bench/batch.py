@@ -125,45 +125,63 @@ def _method(
     plan: BatchBench, model: Any, method: str, prompts: Sequence[tuple[int, ...]], tell: Callable[[str], None]
 ) -> list[OrderTiming]:
     seconds: dict[str, list[float]] = {order: [] for order in ORDERS}
-    found: dict[str, tuple[float, int, dict[tuple[int, ...], tuple[int, ...]]]] = {}
+    found: dict[str, BatchRun] = {}
+    budget = None if method == "full" else plan.budget
     for repeat in range(plan.repeats):
         for order in ORDERS[repeat % len(ORDERS) :] + ORDERS[: repeat % len(ORDERS)]:
             tell(f"{method}, {order}, repetition {repeat + 1} of {plan.repeats}")
-            took, spared, preempted, answers = _once(
-                plan, model, method, sorted(prompts) if order == "sorted" else prompts, order
-            )
-            seconds[order].append(took)
-            found[order] = spared, preempted, answers
+            asked = sorted(prompts) if order == "sorted" else prompts
+            lengths = [plan.new_tokens] * len(prompts)
+            found[order] = once(model, asked, lengths, order, method=method, budget=budget, kv_memory=plan.kv_memory)
+            seconds[order].append(found[order].seconds)
+    tokens = sum(map(len, prompts))
     return [
         OrderTiming(
             method,
             order,
-            found[order][0],
-            found[order][1],
+            1 - found[order].read / tokens,
+            found[order].preemptions,
             tuple(seconds[order]),
-            found[order][2] == found["arrival"][2],
+            found[order].answers == found["arrival"].answers,
         )
         for order in ORDERS
     ]
 
 
-def _once(
-    plan: BatchBench, model: Any, method: str, prompts: Sequence[tuple[int, ...]], order: str
-) -> tuple[float, float, int, dict[tuple[int, ...], tuple[int, ...]]]:
-    """Seconds, share of the prompts' tokens that were not read, preemptions, and the answer to each prompt."""
-    budget = None if method == "full" else plan.budget
-    with LLM(model, method=method, budget=budget, kv_memory=plan.kv_memory, prefix_cache=True) as llm:
-        began = time.perf_counter()
+@dataclass(frozen=True, slots=True)
+class BatchRun:
+    """One run of all prompts.
+
+    Attributes:
+        seconds, cpu_seconds: until the last answer, by the clock and of the processor. read: tokens of prompts that
+            were computed. answers: to each prompt.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    read: int
+    preemptions: int
+    answers: dict[tuple[int, ...], tuple[int, ...]]
+
+
+def once(
+    model: Any, prompts: Sequence[tuple[int, ...]], new_tokens: Sequence[int], order: str, **settings: Any
+) -> BatchRun:
+    """Run prompts on a new engine with a prefix cache.
+
+    Args:
+        new_tokens: of each answer. order: one of `ORDERS`; "arrival" and "sorted" take the prompts as they come.
+        settings: of the engine.
+    """
+    params = [SamplingParams(max_tokens=count, temperature=0, ignore_eos=True) for count in new_tokens]
+    with LLM(model, prefix_cache=True, **settings) as llm:
+        began, cpu = time.perf_counter(), time.process_time()
         with torch.no_grad():
-            outputs = llm.generate(
-                list(prompts),
-                SamplingParams(max_tokens=plan.new_tokens, temperature=0, ignore_eos=True),
-                schedule="batch" if order == "batch" else "arrival",
-            )
-        took = time.perf_counter() - began
+            outputs = llm.generate(list(prompts), params, schedule="batch" if order == "batch" else "arrival")
+        took, cpu = time.perf_counter() - began, time.process_time() - cpu
         stats = llm.stats()
-    spared = 1 - stats.prompt_tokens / sum(map(len, prompts))
-    return took, spared, stats.preemptions, {out.prompt_token_ids: out.completions[0].token_ids for out in outputs}
+    answers = {out.prompt_token_ids: out.completions[0].token_ids for out in outputs}
+    return BatchRun(took, cpu, stats.prompt_tokens, stats.preemptions, answers)
 
 
 def median_seconds(row: dict[str, Any]) -> float:

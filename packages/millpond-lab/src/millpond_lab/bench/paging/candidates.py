@@ -24,6 +24,8 @@ WITH_BITS = {
     "learned, all keep": ("learned", "keep", 0.0),
     "learned, adversarial bits": ("learned", "used again", 0.0),
 }
+#: Rules with a theorem, and what its bits are.
+THEOREMS = (("mark0", "belady"), ("mark_predict", "phase"))
 _SEED = 0
 
 
@@ -43,10 +45,10 @@ class PagingTrace:
         """The best run."""
         return replay(self.requests, PAGING.get("belady")(), self.pages, next_uses=self.next_uses)
 
-    def bits(self, kind: str, flipped: float) -> list[bool]:
+    def bits(self, kind: str, flipped: float, seed: int = _SEED) -> list[bool]:
         """For each access: Belady's bits, those of phases, all alike, or 1 exactly for pages that are used again.
 
-        A share of them is flipped.
+        A share of them, drawn by the seed, is flipped.
         """
         if kind == "belady":
             bits = belady_bits(self.requests, self.belady.evicted, self.belady.evicted_at)
@@ -56,20 +58,22 @@ class PagingTrace:
             bits = [use is not None for use in self.next_uses]
         else:
             bits = [kind == "discard"] * sum(map(len, self.requests))
-        draw = random.Random(_SEED)
+        draw = random.Random(seed)
         return [bit != (draw.random() < flipped) for bit in bits]
 
     def bound(self, candidate: str) -> float | None:
-        """Return the misses that the paper's theorem allows a rule with bits of known errors; None for no theorem.
+        """Return the misses that the paper's theorem allows one of `WITH_BITS`, see `bound_of`; None for no theorem."""
+        rule, kind, flipped = WITH_BITS.get(candidate, ("", "", 0.0))
+        return self.bound_of(rule, kind, self.bits(kind, flipped)) if (rule, kind) in THEOREMS else None
+
+    def bound_of(self, rule: str, kind: str, bits: Sequence[bool]) -> float:
+        """Return the misses that the paper's theorem allows a rule with bits of known errors.
 
         With eta0 pages called useful and eta1 called useless by mistake: OPT + 2 H_k eta0 + eta1 for `mark0` (Theorem
         1), 2 OPT + H_k eta0 + eta1 for `mark_predict` (Theorem 2), H_k = 1 + 1/2 + ... + 1/k for k pages. It is of
         mean misses where no page follows another.
         """
-        rule, kind, flipped = WITH_BITS.get(candidate, ("", "", 0.0))
-        if (rule, kind) not in (("mark0", "belady"), ("mark_predict", "phase")):
-            return None
-        pairs = list(zip(self.bits(kind, 0.0), self.bits(kind, flipped), strict=True))
+        pairs = list(zip(self.bits(kind, 0.0), bits, strict=True))
         eta0, eta1 = pairs.count((True, False)), pairs.count((False, True))
         harmonic = sum(1 / i for i in range(1, self.pages + 1))
         own = 2 * harmonic * eta0 if rule == "mark0" else harmonic * eta0 + self.belady.misses
