@@ -1,6 +1,6 @@
 """The KL of evicting settings a second time: by masks over the attention of plain transformers, without a cache.
 
-    masked_kl.py --model smollm2-135m --rows setting-texts.json --text wiki=FILE --out RESULTS.json h2o@512 SETTING ...
+    masked_kl.py smollm2-135m h2o@512 SETTING ... --rows setting-texts.json --text wiki=FILE --out RESULTS.json
 
 Windows and settings are those of `setting_texts.py`, whose rows say how many entries a budget `=SETTING` is. What a
 setting keeps is chosen here again, from the prompt's attention weights: for `h2o` by its definition, for `fastgen` by
@@ -102,11 +102,10 @@ def main() -> None:
     parser.add_argument(
         "settings", nargs="+", metavar="SETTING", help="h2o@ENTRIES, h2o@=SETTING or fastgen:threshold=T"
     )
-    parser.add_argument("--model", required=True)
     parser.add_argument("--name", help="of the model in the results; its own by default")
     parser.add_argument("--rows", type=Path, required=True, help="of setting_texts.py")
     parser.add_argument("--text", action="append", required=True, metavar="NAME=FILE")
-    parser.add_argument("--most", type=int, default=2, help="windows of each text")
+    parser.add_argument("--windows", type=int, default=2, help="of each text, the first of those with rows")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True, help="JSON file that rows are added to")
     args = parser.parse_args()
@@ -121,7 +120,7 @@ def main() -> None:
     source = TokenizerSource(tokenizer)
     for text, _, path in (given.partition("=") for given in args.text):
         cut = windows(tokens(tokenizer, Path(path)), rows["windows"], prompt + rows["scored"])
-        for place in range(args.most):
+        for place in range(args.windows):
             wanted = lacking(own["settings"], args.settings, text, place)
             if not wanted:
                 continue
@@ -132,7 +131,7 @@ def main() -> None:
                 row["kl"].append(float(f"{kl:.4g}"))
                 row["kept"].append(round(share, 4))
             write(args.out, report)
-            print(f"{text} {place + 1} of {args.most}", flush=True)
+            print(f"{text} {place + 1} of {args.windows}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """KL divergence of settings from the full cache on the same windows of several texts, and the bytes that they hold.
 
-    setting_texts.py --model smollm2-135m --text wiki=wikitext2_test.txt --out RESULTS.json h2o@50% snapkv@384/think
+    setting_texts.py smollm2-135m h2o@50% snapkv@384/think --text wiki=wikitext2_test.txt --out RESULTS.json
 
 A setting is METHOD, or METHOD:OPTION=VALUE@BUDGET/FORMAT with what it has of these. The budget `=SETTING` is as many
 entries of a head as that setting has bytes, in whole pages. A model reads `--prompt` tokens of a window, once for all
@@ -11,7 +11,6 @@ the file has is not measured again. Formats of KVQuant have the calibration of `
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from codec_texts import divergence, refuse_judged, tokens, windows
+from codec_texts import divergence, parser_of_texts, refuse_judged, tokens, windows
 from torch import Tensor
 
 import millpond as mp
@@ -99,16 +98,10 @@ def judge(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of_texts(__doc__)
     parser.add_argument("settings", nargs="+", metavar="SETTING")
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--name", help="of the model in the results; its own by default")
-    parser.add_argument("--text", action="append", required=True, metavar="NAME=FILE")
-    parser.add_argument("--windows", type=int, default=4, help="of each text")
-    parser.add_argument("--prompt", type=int, default=1024)
-    parser.add_argument("--scored", type=int, default=64)
     parser.add_argument("--calibrate", type=Path, help="a text that is not judged")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--name", help="of the model in the results; its own by default")
     parser.add_argument("--out", type=Path, required=True, help="JSON file that rows are added to")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -117,6 +110,8 @@ def main() -> None:
     model, tokenizer = mp.load_model(args.model, "f32"), mp.load_tokenizer(args.model)
     known = None
     if any("kvquant" in setting for setting in args.settings):
+        if args.calibrate is None:
+            raise SystemExit("formats of KVQuant need a text that is not judged: --calibrate FILE")
         refuse_judged(args.calibrate, [*texts.values()])
         ids = tokens(tokenizer, args.calibrate)
         known = calibrate(model, ids, windows=CALIBRATION_WINDOWS, length=CALIBRATION_LENGTH)

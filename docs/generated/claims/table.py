@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from generated.claims import formats, h2o, serving, text, trained
+from generated.claims import formats, h2o, serving, settings, text, trained
 from generated.claims.form import Claim
 from millpond_lab.bench.common.report import markdown_table
 
-CLAIMS = (*h2o.CLAIMS, *text.CLAIMS, *formats.CLAIMS, *trained.CLAIMS, *serving.CLAIMS)
+_ALL = (*h2o.CLAIMS, *text.CLAIMS, *settings.CLAIMS, *formats.CLAIMS, *trained.CLAIMS, *serving.CLAIMS)
+_PAPERS = list(dict.fromkeys(claim.paper for claim in _ALL))
+#: Those of one paper together, papers in the order of their first claims.
+CLAIMS = tuple(sorted(_ALL, key=lambda claim: _PAPERS.index(claim.paper)))
 
 INTRODUCTION = """\
 The same comparisons, tried on models that are at hand; verdicts follow from the rows.

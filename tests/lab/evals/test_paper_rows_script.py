@@ -100,10 +100,11 @@ def test_sparse_values_read_keys_and_a_share_of_values(
 
 
 def test_no_part_calibrates_on_what_it_judges(tmp_path: Path) -> None:
-    program = tmp_path / "python"
-    program.write_text(PROGRAM, encoding="utf-8")
-    program.chmod(0o755)
-    parts = ("codecs", "tiers", "turns", "fastgen", "merging", "values")
+    for name in ("python", "millpond"):
+        program = tmp_path / name
+        program.write_text(PROGRAM, encoding="utf-8")
+        program.chmod(0o755)
+    parts = ("codecs", "tiers", "turns", "fastgen", "merging", "values", "bytes", "masks", "rules", "endings")
     known = {
         "PATH": os.environ["PATH"],
         "BIN": str(tmp_path),
@@ -113,15 +114,23 @@ def test_no_part_calibrates_on_what_it_judges(tmp_path: Path) -> None:
     }
     subprocess.run([QUALITY / "paper_rows.sh", *parts], env=known, check=True, capture_output=True)
     calls = [call.splitlines() for call in (tmp_path / "log").read_text(encoding="utf-8").strip().split("\n\n")]
-    assert len(calls) == 11
+    assert len(calls) == 18
+    assert [call[0] for call in calls[-3:]] == ["eval", "eval", "benchmarks/quality/real_recall.py"]
+    assert calls.pop(-2)[-3:] == ["h2o,streaming", "--budget", "4%,10%,20%,50%"]
+    assert calls.pop(-2)[-1] == "full"
     for call in calls:
         assert (QUALITY.parents[1] / call[0]).is_file()
+        if call[0].endswith(("fastgen_persistence.py", "real_recall.py")):
+            continue
         judged = [argument.partition("=")[2] for argument in call if argument.startswith(("wiki=", "novel=", "cpp="))]
         assert len(judged) == 3
         assert not any(call[place + 1] in judged for place, given in enumerate(call) if given == "--calibrate")
     results = {call[call.index("--out") + 1] for call in calls}
     assert results == {
         f"out/{name}.json"
-        for name in ("codec-papers", "fastgen-profiles", "fastgen-thresholds", "merge-thresholds", "sparse-values")
+        for name in (
+            *("codec-papers", "fastgen-profiles", "fastgen-thresholds", "merge-thresholds", "sparse-values"),
+            *("setting-texts", "masked-kl", "fastgen-persistence", "endings"),
+        )
     }
     assert subprocess.run([QUALITY / "paper_rows.sh", "all"], env=known, check=False).returncode == 2
