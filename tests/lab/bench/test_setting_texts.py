@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from millpond.codec.presets import PRESETS
 from millpond.methods import METHODS
 from millpond.policy.needs import HeadRule
 from millpond.policy.token_classes import TokenClasses
@@ -106,3 +108,23 @@ def test_a_head_that_turns_elsewhere_has_another_rule() -> None:
     assert sum(few) == sum(many) == 2
     assert few[0] == 2, "two tokens of forty move no mean of 0.9"
     assert (many[HeadRule.SPECIAL], many[HeadRule.FULL]) == (1, 1)
+
+
+def test_steps_of_kvquant_hold_what_they_say(
+    model: LlamaForCausalLM, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts, steps = script("setting_texts"), script("kvquant_ladder")
+    each = steps.ladder(3)
+    assert [*each] == [f"kvquant3_{step}" for step in steps.STEPS]
+    assert replace(each["kvquant3_sink"], name="kvquant3") == PRESETS["kvquant3"]
+    for name, codec in each.items():
+        monkeypatch.setitem(PRESETS, name, codec)
+    monkeypatch.setattr(texts, "CALIBRATION_WINDOWS", 1)
+    monkeypatch.setattr(texts, "CALIBRATION_LENGTH", 96)
+    known = texts.calibrations(model, ids[0].repeat(3), steps.calibrated(3))
+    found = texts.judge(model, ids, 96, [f"full/{name}" for name in each], {}, known=known)
+    held = {name.removeprefix("full/kvquant3_"): share for name, (_, share) in found.items()}
+    assert held["channel"] == held["pre_rope"]
+    assert held["nuq"] < held["outliers"] <= held["sink"]
+    assert len({kl for kl, _ in found.values()}) == len(steps.STEPS), "each step changes something"
+    assert min(kl for kl, _ in found.values()) > 0
