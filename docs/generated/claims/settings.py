@@ -53,6 +53,8 @@ def beside(*sides: Sides) -> Callable[[], Tried]:
                 verdicts += [_order(ahead(mine, loss)) for loss in theirs]
             if known:
                 counts.append(f"{name}, {len(mine)} windows of {own['prompt']:,} of three texts")
+        if not verdicts:
+            raise SystemExit(f"setting-texts.json has no rows of {sides[0][0]} and what it is beside")
         return Tried(
             f"KL in nats a token: {'; '.join(parts)}",
             "; ".join(held),
