@@ -10,6 +10,7 @@ the order special, punctuation, frequent, local, full. Windows are read by thems
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from attention_mass import by_layer
+from setting_texts import write
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -85,25 +87,25 @@ def main() -> None:
     assert isinstance(built, HeadRulesPolicy)
     look = partial(pairs, group=group, policy=built.with_tokens(TokenizerSource(tokenizer)))
     report: dict[str, Any] = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {"rows": []}
+    cut = {}
     for text in args.texts:
-        key = {
-            "model": args.name or args.model,
-            "text": text.name,
-            "threshold": args.threshold,
-            "windows": args.windows,
-        }
+        ids = tokenizer(read_document(text), add_special_tokens=False, verbose=False).input_ids
+        cut[text.name] = spread_windows(ids, None, PROMPT + max(MORE), args.windows)
+    for place, text in itertools.product(range(args.windows), cut):
+        key = {"model": args.name or args.model, "text": text, "threshold": args.threshold, "windows": args.windows}
         row = next((one for one in report["rows"] if {name: one[name] for name in key} == key), None)
         if row is None:
             row = key | {"hardware": describe_machine().hardware, "pairs": {name: [] for name in LATER}}
             report["rows"].append(row)
-        ids = tokenizer(read_document(text), add_special_tokens=False, verbose=False).input_ids
-        for window in spread_windows(ids, None, PROMPT + max(MORE), args.windows)[len(row["pairs"]["all 64"]) :]:
-            with torch.inference_mode():
-                counts = torch.tensor(by_layer(model, window, partial(look, ids=window[0]))).sum(0)
-            for name, one in zip(LATER, counts.tolist(), strict=True):
-                row["pairs"][name].append(one)
-            args.out.write_text(json.dumps(report) + "\n", encoding="utf-8")
-            print(f"{text.name}: {len(row['pairs']['all 64'])} of {args.windows}", flush=True)
+        if len(row["pairs"]["all 64"]) > place:
+            continue
+        window = cut[text][place]
+        with torch.inference_mode():
+            counts = torch.tensor(by_layer(model, window, partial(look, ids=window[0]))).sum(0)
+        for name, one in zip(LATER, counts.tolist(), strict=True):
+            row["pairs"][name].append(one)
+        write(args.out, report)
+        print(f"{text} {place + 1} of {args.windows}", flush=True)
 
 
 if __name__ == "__main__":

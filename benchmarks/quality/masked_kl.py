@@ -11,6 +11,7 @@ each other. Rows are added window by window.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -118,20 +119,22 @@ def main() -> None:
     report = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {"models": {}}
     own = report["models"].setdefault(name, {"settings": {}})
     source = TokenizerSource(tokenizer)
-    for text, _, path in (given.partition("=") for given in args.text):
-        cut = windows(tokens(tokenizer, Path(path)), rows["windows"], prompt + rows["scored"])
-        for place in range(args.windows):
-            wanted = lacking(own["settings"], args.settings, text, place)
-            if not wanted:
-                continue
-            held = {one: row[text]["bytes"][place] for one, row in rows["settings"].items() if text in row}
-            found = judge(model, cut[place], prompt, [parse(one, held, prompt) for one in wanted], source)
-            for setting, (kl, share) in zip(wanted, found, strict=True):
-                row = own["settings"].setdefault(setting, {}).setdefault(text, {"kl": [], "kept": []})
-                row["kl"].append(float(f"{kl:.4g}"))
-                row["kept"].append(round(share, 4))
-            write(args.out, report)
-            print(f"{text} {place + 1} of {args.windows}", flush=True)
+    cut = {
+        text: windows(tokens(tokenizer, Path(path)), rows["windows"], prompt + rows["scored"])
+        for text, _, path in (given.partition("=") for given in args.text)
+    }
+    for place, text in itertools.product(range(args.windows), cut):
+        wanted = lacking(own["settings"], args.settings, text, place)
+        if not wanted:
+            continue
+        held = {one: row[text]["bytes"][place] for one, row in rows["settings"].items() if text in row}
+        found = judge(model, cut[text][place], prompt, [parse(one, held, prompt) for one in wanted], source)
+        for setting, (kl, share) in zip(wanted, found, strict=True):
+            row = own["settings"].setdefault(setting, {}).setdefault(text, {"kl": [], "kept": []})
+            row["kl"].append(float(f"{kl:.4g}"))
+            row["kept"].append(round(share, 4))
+        write(args.out, report)
+        print(f"{text} {place + 1} of {args.windows}", flush=True)
 
 
 if __name__ == "__main__":
