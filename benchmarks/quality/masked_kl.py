@@ -100,6 +100,7 @@ def judge(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
     parser.add_argument(
         "settings", nargs="+", metavar="SETTING", help="h2o@ENTRIES, h2o@=SETTING or fastgen:threshold=T"
     )

@@ -99,6 +99,22 @@ def test_sparse_values_read_keys_and_a_share_of_values(
     assert whole["kl"]["one"][0] < 1e-6 < half["kl"]["one"][0] < tenth["kl"]["one"][0]
 
 
+def test_rows_by_a_cache_are_those_by_masks(
+    texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, rows, out = f"one={texts[0]}", tmp_path / "rows.json", tmp_path / "masked.json"
+    settings = ("h2o@64", "streaming@=h2o@64")
+    found = report("setting_texts.py", monkeypatch, rows, *settings, "--text", text, "--prompt", 160)
+    assert report("setting_texts.py", monkeypatch, rows, "h2o@64", "--text", text, "--prompt", 160) == found
+    given = ["masked_kl.py", "pond-recall", "h2o@64", "--rows", str(rows), "--text", text, "--windows", "1"]
+    monkeypatch.setattr(sys, "argv", [*given, "--threads", str(torch.get_num_threads()), "--out", str(out)])
+    runpy.run_path(str(QUALITY / "masked_kl.py"), run_name="__main__")
+    masked = json.loads(out.read_text(encoding="utf-8"))["models"]["pond-recall"]["settings"]["h2o@64"]["one"]
+    own = found["models"]["pond-recall"]["settings"]["h2o@64"]["one"]
+    assert masked["kl"] == pytest.approx(own["kl"], rel=0.01)
+    assert masked["kept"] == [64 / 160] == own["bytes"]
+
+
 def test_no_part_calibrates_on_what_it_judges(tmp_path: Path) -> None:
     for name in ("python", "millpond"):
         program = tmp_path / name
