@@ -1,7 +1,7 @@
 #!/bin/sh
 # The committed rows on SmolLM2 about what papers do otherwise, into benchmarks/results; then make docs-pages.
 #   DATA=FOLDER benchmarks/quality/paper_rows.sh PART ...    of: codecs tiers turns fastgen merging values
-#                                                      bytes masks rules endings
+#                                                      bytes masks rules ladder endings
 # DATA: folder with wikitext2_valid.txt, on which all calibrations are made, and with the judged texts, which are
 # wikitext2_test.txt, gutenberg/emma.txt and cpp_docs.md.txt. WINDOWS: of each text. BIN: folder of the programs.
 # OUT: folder of results.
@@ -79,6 +79,11 @@ for part in "$@"; do
       "$python" benchmarks/quality/fastgen_persistence.py --model "$model" --out "$out/fastgen-persistence.json" \
         "$data/wikitext2_test.txt" "$data/gutenberg/emma.txt" "$data/cpp_docs.md.txt"
       ;;
+    ladder)
+      # KVQuant's steps
+      measure kvquant_ladder --windows 3 --prompt 512 --calibrate "$data/wikitext2_valid.txt" \
+        --out "$out/kvquant-ladder.json"
+      ;;
     endings)
       # a choice of the form of COPA and OpenBookQA
       for setting in "full" "h2o,streaming --budget 4%,10%,20%,50%"; do
@@ -89,7 +94,7 @@ for part in "$@"; do
       "$python" benchmarks/quality/real_recall.py "${WORK:-out/endings}" --out "$out/endings.json"
       ;;
     *)
-      echo "no part called $part; there are: codecs tiers turns fastgen merging values bytes masks rules endings" >&2
+      echo "no part called $part; there are: codecs tiers turns fastgen merging values bytes masks rules ladder endings" >&2
       exit 2
       ;;
   esac

@@ -56,20 +56,6 @@ def test_a_setting_beside_others(times: dict[str, float], verdict: str, monkeypa
         settings.beside(("a", ("nobody",)))()
 
 
-def test_two_measures_that_differ_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = module("settings")
-    by_cache = rows(**dict(zip(settings.CHECKED, (2.0, 1.0), strict=True)))
-    by_mask = rows(**dict(zip(settings.CHECKED, (2.01, 1.0), strict=True)))
-    found = {"setting-texts": by_cache, "masked-kl": by_mask}
-    monkeypatch.setattr(settings, "read", lambda name: {"models": {"m": {"settings": found[name]}}})
-    said = settings.by_masks()
-    assert "12 windows of m by at most 0.50%" in said
-    assert "which is: contradicted" in said
-    by_mask[settings.CHECKED[0]]["wiki"]["kl"][0] *= 1.5
-    with pytest.raises(SystemExit, match=r"differ by 50\.\d%"):
-        settings.by_masks()
-
-
 @pytest.mark.parametrize(
     ("stay", "verdict"),
     [(([20, 0], [0, 20]), "reproduced"), (([15, 5], [5, 15]), "partly"), (([0, 9], [9, 0]), "contradicted")],
@@ -88,23 +74,3 @@ def test_heads_that_keep_their_rules(
     }
     monkeypatch.setattr(settings, "read", lambda name: {"rows": [row]})
     assert settings.persistence().verdict == verdict
-
-
-def test_a_choice_that_the_full_cache_does_not_make_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    h2o = module("h2o")
-
-    def row(method: str, budget: str, mean: float, apart: tuple[float, float]) -> dict[str, Any]:
-        change = {"mean": sum(apart) / 2, "low": apart[0], "high": apart[1]}
-        score = {"mean": mean, "low": mean - 0.1, "high": mean + 0.1}
-        return {"method": method, "budget": budget, "score": score, "difference": change, "bytes": 0.2, "questions": 9}
-
-    found = [row("full", "", 0.8, (0.0, 0.0)), row("h2o", "20%", 0.5, (-0.4, -0.2))]
-    monkeypatch.setattr(h2o, "read", lambda name: found)
-    assert h2o.choices().verdict == "contradicted"
-    found[1] = row("h2o", "20%", 0.8, (-0.02, 0.04))
-    assert h2o.choices().verdict == "reproduced"
-    found[1] = row("h2o", "20%", 0.8, (-0.2, 0.1))
-    assert h2o.choices().verdict == "no difference seen"
-    found[0] = row("full", "", 0.3, (0.0, 0.0))
-    with pytest.raises(SystemExit, match="not above chance"):
-        h2o.choices()

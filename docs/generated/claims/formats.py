@@ -68,6 +68,11 @@ def mikv() -> Tried:
 
 CLAIMS = (
     Claim("KVQuant", "3 bits cost less than 0.1 of perplexity", kvquant),
+    Claim(
+        "KVQuant",
+        "each step keeps more: channels, before RoPE, tables, outliers, the first entry",
+        "`benchmarks/quality/paper_rows.sh ladder`",
+    ),
     Claim("ThinK", "40 % of the key channels leave without loss", think),
     Claim("MiKV", "few bits in place of evicting keep what eviction loses, in as many bytes", mikv),
 )

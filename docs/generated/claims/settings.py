@@ -10,8 +10,6 @@ import numpy as np
 from generated.claims.form import CONTRADICTED, PARTLY, REPRODUCED, UNSEEN, Claim, Tried, ahead, over_windows, shown
 from generated.results import read
 
-#: Settings whose order is measured by masks too, and the most that both may differ by.
-CHECKED, APART = ("fastgen:threshold=0.95", "h2o@=fastgen:threshold=0.95"), 0.02
 #: A setting of the paper's, and those that it is said to be ahead of, in as many bytes.
 Sides = tuple[str, tuple[str, ...]]
 
@@ -45,12 +43,14 @@ def beside(*sides: Sides) -> Callable[[], Tried]:
             known = [side for side in sides if all(one in own["settings"] for one in (side[0], *side[1]))]
             for first, others in known:
                 mine, *theirs = losses(own, first, *others)
+                leads = [ahead(mine, loss) for loss in theirs]
                 each = ", ".join(
-                    f"`{_short(other)}` {shown(over_windows(loss))}" for other, loss in zip(others, theirs, strict=True)
+                    f"`{_short(other)}` {over_windows(loss).mean:.3f}, more by {shown(lead)}"
+                    for other, loss, lead in zip(others, theirs, leads, strict=True)
                 )
                 parts.append(f"`{_short(first)}` {shown(over_windows(mine))}, {each}")
                 held.append(" and ".join(f"{share(own, one):.1%}" for one in (first, *others)))
-                verdicts += [_order(ahead(mine, loss)) for loss in theirs]
+                verdicts += map(_order, leads)
             if known:
                 counts.append(f"{name}, {len(mine)} windows of {own['prompt']:,} of three texts")
         if not verdicts:
@@ -124,37 +124,6 @@ def _same(row: dict[str, Any]) -> float:
     return float(np.mean([np.trace(np.array(one).reshape(RULES, RULES)) / sum(one) for one in row["pairs"]["new 256"]]))
 
 
-def by_masks() -> str:
-    """What the same settings lose without a cache, in a sentence.
-
-    Raises:
-        SystemExit: it is not what they lose with one.
-    """
-    rows, parts = read("setting-texts")["models"], []
-    for name, masked in read("masked-kl")["models"].items():
-        pairs = [
-            (one, theirs)
-            for setting, row in masked["settings"].items()
-            for text, values in row.items()
-            for one, theirs in zip(values["kl"], rows[name]["settings"][setting][text]["kl"], strict=False)
-        ]
-        apart = max(abs(one - theirs) / theirs for one, theirs in pairs)
-        if apart > APART:
-            raise SystemExit(f"masked-kl.json and setting-texts.json differ by {apart:.1%}: one of them is wrong")
-        fastgen, h2o = losses(masked, *CHECKED)
-        found = ahead(fastgen, h2o)
-        parts.append(
-            f"{len(pairs)} windows of {name} by at most {apart:.2%}, and `fastgen` is ahead of `h2o` by {shown(found)} "
-            f"on {len(h2o)} of them, which is: {_order(found)}"
-        )
-    return (
-        "KL of `h2o` and `fastgen` in as many bytes was measured a second time: by masks over the attention of plain "
-        "transformers, without a cache, and with entries chosen from its weights "
-        "([rows](../../benchmarks/results/masked-kl.json), `benchmarks/quality/masked_kl.py`).\n"
-        f"Both differ on {'; on '.join(parts)}.\n"
-    )
-
-
 CLAIMS = (
     Claim(
         "FastGen", "rules of each head keep more than H2O in as many bytes", beside(*_fastgen("0.91", "0.95", "0.98"))
@@ -173,11 +142,6 @@ CLAIMS = (
     Claim(
         "ThinK",
         "over SnapKV and H2O, fewer channels keep more than fewer entries",
-        beside(
-            ("snapkv@512/think", ("snapkv@448",)),
-            ("snapkv@512/think:0.5", ("snapkv@384",)),
-            ("h2o@512/think", ("h2o@448",)),
-            ("h2o@512/think:0.5", ("h2o@384",)),
-        ),
+        "`benchmarks/quality/paper_rows.sh bytes`",
     ),
 )

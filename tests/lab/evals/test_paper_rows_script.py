@@ -120,7 +120,7 @@ def test_no_part_calibrates_on_what_it_judges(tmp_path: Path) -> None:
         program = tmp_path / name
         program.write_text(PROGRAM, encoding="utf-8")
         program.chmod(0o755)
-    parts = ("codecs", "tiers", "turns", "fastgen", "merging", "values", "bytes", "masks", "rules", "endings")
+    parts = ("codecs", "tiers", "turns", "fastgen", "merging", "values", "bytes", "masks", "rules", "ladder", "endings")
     known = {
         "PATH": os.environ["PATH"],
         "BIN": str(tmp_path),
@@ -130,7 +130,7 @@ def test_no_part_calibrates_on_what_it_judges(tmp_path: Path) -> None:
     }
     subprocess.run([QUALITY / "paper_rows.sh", *parts], env=known, check=True, capture_output=True)
     calls = [call.splitlines() for call in (tmp_path / "log").read_text(encoding="utf-8").strip().split("\n\n")]
-    assert len(calls) == 18
+    assert len(calls) == 19
     assert [call[0] for call in calls[-3:]] == ["eval", "eval", "benchmarks/quality/real_recall.py"]
     assert calls.pop(-2)[-3:] == ["h2o,streaming", "--budget", "4%,10%,20%,50%"]
     assert calls.pop(-2)[-1] == "full"
@@ -146,7 +146,7 @@ def test_no_part_calibrates_on_what_it_judges(tmp_path: Path) -> None:
         f"out/{name}.json"
         for name in (
             *("codec-papers", "fastgen-profiles", "fastgen-thresholds", "merge-thresholds", "sparse-values"),
-            *("setting-texts", "masked-kl", "fastgen-persistence", "endings"),
+            *("setting-texts", "masked-kl", "fastgen-persistence", "kvquant-ladder", "endings"),
         )
     }
     assert subprocess.run([QUALITY / "paper_rows.sh", "all"], env=known, check=False).returncode == 2
