@@ -1,6 +1,7 @@
 #!/bin/sh
 # The committed rows on SmolLM2 about what papers do otherwise, into benchmarks/results; then make docs-pages.
 #   DATA=FOLDER benchmarks/quality/paper_rows.sh PART ...    of: codecs tiers turns fastgen merging values
+#                                                      bytes masks rules ladder endings
 # DATA: folder with wikitext2_valid.txt, on which all calibrations are made, and with the judged texts, which are
 # wikitext2_test.txt, gutenberg/emma.txt and cpp_docs.md.txt. WINDOWS: of each text. BIN: folder of the programs.
 # OUT: folder of results.
@@ -59,8 +60,41 @@ for part in "$@"; do
       # FlexGen's sparse attention
       measure sparse_values 1 0.5 0.25 0.1 $size --scored 16 --out "$out/sparse-values.json"
       ;;
+    bytes)
+      # methods and ThinK's formats in as many bytes, on the same windows
+      fastgen=fastgen:threshold
+      measure setting_texts $fastgen=0.91 $fastgen=0.95 $fastgen=0.98 h2o@=$fastgen=0.91 h2o@=$fastgen=0.95 \
+        h2o@=$fastgen=0.98 streaming@=$fastgen=0.95 h2o@512 kvmerger@512 cam@512 h2o@352 kvmerger@352 cam@352 \
+        --windows 4 --prompt 1024 --out "$out/setting-texts.json"
+      measure setting_texts snapkv@512/think snapkv@448 snapkv@512/think:0.5 snapkv@384 \
+        h2o@512/think h2o@448 h2o@512/think:0.5 h2o@384 --windows 4 --prompt 1024 --out "$out/setting-texts.json"
+      ;;
+    masks)
+      # some of these a second time, without a cache
+      measure masked_kl h2o@512 fastgen:threshold=0.95 h2o@=fastgen:threshold=0.95 --windows "$windows" \
+        --rows "$out/setting-texts.json" --out "$out/masked-kl.json"
+      ;;
+    rules)
+      # whether heads keep the rule that FastGen gives them
+      "$python" benchmarks/quality/fastgen_persistence.py --model "$model" --out "$out/fastgen-persistence.json" \
+        "$data/wikitext2_test.txt" "$data/gutenberg/emma.txt" "$data/cpp_docs.md.txt"
+      ;;
+    ladder)
+      # KVQuant's steps
+      measure kvquant_ladder --windows 3 --prompt 512 --calibrate "$data/wikitext2_valid.txt" \
+        --out "$out/kvquant-ladder.json"
+      ;;
+    endings)
+      # a choice of the form of COPA and OpenBookQA
+      for setting in "full" "h2o,streaming --budget 4%,10%,20%,50%"; do
+        "${BIN:-.venv/bin}/millpond" eval --model "$model" --dtype f32 --seed 7 --threads 1 --batch-size 16 \
+          --samples "${SAMPLES:-100}" --protocol aware --tasks "endings:path=$data/wikitext2_test.txt" \
+          --out "${WORK:-out/endings}" --method $setting
+      done
+      "$python" benchmarks/quality/real_recall.py "${WORK:-out/endings}" --out "$out/endings.json"
+      ;;
     *)
-      echo "no part called $part; there are: codecs tiers turns merging values" >&2
+      echo "no part called $part; there are: codecs tiers turns fastgen merging values bytes masks rules ladder endings" >&2
       exit 2
       ;;
   esac

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from millpond_lab.evals.harness.summary import Interval, resampled_interval
+
+#: Of the bootstrap over windows.
+SEED = 7
 #: KL in nats a token that counts as no loss: a hundredth of the perplexity.
 NO_LOSS = 0.01
 REPRODUCED, PARTLY, CONTRADICTED, UNSEEN = "reproduced", "partly", "contradicted", "no difference seen"
@@ -43,3 +49,28 @@ def verdict(low: float, high: float, wanted: float) -> str:
     if low <= 0:
         return UNSEEN
     return REPRODUCED if low >= wanted else PARTLY
+
+
+def over_windows(values: Sequence[float]) -> Interval:
+    """The mean of what windows gave, with its 95 % interval."""
+    return resampled_interval(np.array(values, float), np.ones(len(values)), SEED)
+
+
+def shown(found: Interval) -> str:
+    """A mean of nats with its interval."""
+    return f"{found.mean:.3f} ({found.low:.3f} to {found.high:.3f})"
+
+
+def within(found: Interval, most: float) -> str:
+    """Of a loss that the paper has as at most so much.
+
+    Example:
+        >>> [within(Interval(0.01, *ends), 0.01) for ends in ((0.0, 0.01), (0.011, 0.02), (0.005, 0.02))]
+        ['reproduced', 'contradicted', 'no difference seen']
+    """
+    return REPRODUCED if found.high <= most else CONTRADICTED if found.low > most else UNSEEN
+
+
+def ahead(less: Sequence[float], more: Sequence[float]) -> Interval:
+    """By how much the losses `less` are below `more`, window by window."""
+    return over_windows([theirs - own for own, theirs in zip(less, more, strict=True)])

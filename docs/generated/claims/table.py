@@ -9,16 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from generated.claims import formats, h2o, serving, text, trained
+from generated.claims import formats, h2o, serving, settings, text, trained
 from generated.claims.form import Claim
 from millpond_lab.bench.common.report import markdown_table
 
-CLAIMS = (*h2o.CLAIMS, *text.CLAIMS, *formats.CLAIMS, *trained.CLAIMS, *serving.CLAIMS)
+_ALL = (*h2o.CLAIMS, *text.CLAIMS, *settings.CLAIMS, *formats.CLAIMS, *trained.CLAIMS, *serving.CLAIMS)
+_PAPERS = list(dict.fromkeys(claim.paper for claim in _ALL))
+#: Those of one paper together, papers in the order of their first claims.
+CLAIMS = tuple(sorted(_ALL, key=lambda claim: _PAPERS.index(claim.paper)))
 
 INTRODUCTION = """\
 The same comparisons, tried on models that are at hand; verdicts follow from the rows.
 *Partly*: the paper's direction without its size, or a part of the claim.
 *Contradicted*: the other direction, beyond the interval.
+KL of settings in as many bytes has [a second measure](../../tests/lab/bench/test_setting_texts.py): on small models,
+masks over the attention of plain transformers give for `h2o` and `fastgen` what the cache gives.
 These models are small: a verdict is about them, not about the paper's.
 There are [more pairs of methods](../explanation/orderings.md) on a model of our own, and
 [orders of the newest](../board.md#orders-that-papers-state) on two real ones.

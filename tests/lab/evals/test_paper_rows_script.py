@@ -99,11 +99,28 @@ def test_sparse_values_read_keys_and_a_share_of_values(
     assert whole["kl"]["one"][0] < 1e-6 < half["kl"]["one"][0] < tenth["kl"]["one"][0]
 
 
+def test_rows_by_a_cache_are_those_by_masks(
+    texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, rows, out = f"one={texts[0]}", tmp_path / "rows.json", tmp_path / "masked.json"
+    settings = ("h2o@64", "streaming@=h2o@64")
+    found = report("setting_texts.py", monkeypatch, rows, *settings, "--text", text, "--prompt", 160)
+    assert report("setting_texts.py", monkeypatch, rows, "h2o@64", "--text", text, "--prompt", 160) == found
+    given = ["masked_kl.py", "pond-recall", "h2o@64", "--rows", str(rows), "--text", text, "--windows", "1"]
+    monkeypatch.setattr(sys, "argv", [*given, "--threads", str(torch.get_num_threads()), "--out", str(out)])
+    runpy.run_path(str(QUALITY / "masked_kl.py"), run_name="__main__")
+    masked = json.loads(out.read_text(encoding="utf-8"))["models"]["pond-recall"]["settings"]["h2o@64"]["one"]
+    own = found["models"]["pond-recall"]["settings"]["h2o@64"]["one"]
+    assert masked["kl"] == pytest.approx(own["kl"], rel=0.01)
+    assert masked["kept"] == [64 / 160] == own["bytes"]
+
+
 def test_no_part_calibrates_on_what_it_judges(tmp_path: Path) -> None:
-    program = tmp_path / "python"
-    program.write_text(PROGRAM, encoding="utf-8")
-    program.chmod(0o755)
-    parts = ("codecs", "tiers", "turns", "fastgen", "merging", "values")
+    for name in ("python", "millpond"):
+        program = tmp_path / name
+        program.write_text(PROGRAM, encoding="utf-8")
+        program.chmod(0o755)
+    parts = ("codecs", "tiers", "turns", "fastgen", "merging", "values", "bytes", "masks", "rules", "ladder", "endings")
     known = {
         "PATH": os.environ["PATH"],
         "BIN": str(tmp_path),
@@ -113,15 +130,23 @@ def test_no_part_calibrates_on_what_it_judges(tmp_path: Path) -> None:
     }
     subprocess.run([QUALITY / "paper_rows.sh", *parts], env=known, check=True, capture_output=True)
     calls = [call.splitlines() for call in (tmp_path / "log").read_text(encoding="utf-8").strip().split("\n\n")]
-    assert len(calls) == 11
+    assert len(calls) == 19
+    assert [call[0] for call in calls[-3:]] == ["eval", "eval", "benchmarks/quality/real_recall.py"]
+    assert calls.pop(-2)[-3:] == ["h2o,streaming", "--budget", "4%,10%,20%,50%"]
+    assert calls.pop(-2)[-1] == "full"
     for call in calls:
         assert (QUALITY.parents[1] / call[0]).is_file()
+        if call[0].endswith(("fastgen_persistence.py", "real_recall.py")):
+            continue
         judged = [argument.partition("=")[2] for argument in call if argument.startswith(("wiki=", "novel=", "cpp="))]
         assert len(judged) == 3
         assert not any(call[place + 1] in judged for place, given in enumerate(call) if given == "--calibrate")
     results = {call[call.index("--out") + 1] for call in calls}
     assert results == {
         f"out/{name}.json"
-        for name in ("codec-papers", "fastgen-profiles", "fastgen-thresholds", "merge-thresholds", "sparse-values")
+        for name in (
+            *("codec-papers", "fastgen-profiles", "fastgen-thresholds", "merge-thresholds", "sparse-values"),
+            *("setting-texts", "masked-kl", "fastgen-persistence", "kvquant-ladder", "endings"),
+        )
     }
     assert subprocess.run([QUALITY / "paper_rows.sh", "all"], env=known, check=False).returncode == 2

@@ -258,6 +258,31 @@ def test_piqa(tmp_path: Path) -> None:
             draw(build("piqa", path=write_rows(tmp_path / "c.jsonl", [{**row, **label}])), word_tokenizer())
 
 
+def test_endings_are_those_of_paragraphs(tmp_path: Path) -> None:
+    texts = [" ".join(f"p{n}w{word}" for word in range(5 + n % 2)) for n in range(12)]
+    path = tmp_path / "novel.txt"
+    path.write_text("\n\n".join(["too short", *texts]).replace("w2 ", "w2\n"))
+    task = build("endings", path=str(path), shots=2, choices=3, beginning=3, ending=2)
+    samples = draw(task, word_tokenizer(), 20)
+    assert task.kind == "choice"
+    assert len({sample.id for sample in samples}) == len(samples) == len(texts), "a question of each paragraph"
+    for sample in samples:
+        (question,) = sample.questions
+        paragraph = f"p{sample.facts['paragraph']}"
+        assert question.text == f"\n\n{paragraph}w0 {paragraph}w1 {paragraph}w2"
+        assert question.choices[question.right] == f" {paragraph}w3 {paragraph}w4"
+        assert all(re.fullmatch(r" (p\d+)w3 \1w4", choice) for choice in question.choices)
+        shown = re.findall(r"p\d+", sample.context + "".join(question.choices))
+        assert len(set(shown)) == 5, "two examples and three choices are of paragraphs of their own"
+        assert paragraph not in sample.context
+        assert sample.context.count("\n\n") == 1
+    assert len({sample.questions[0].right for sample in samples}) == 3
+    with pytest.raises(DataError, match="12 paragraphs of 5 words or more, and a question takes 14"):
+        draw(build("endings", path=str(path), shots=11, choices=3, beginning=3, ending=2), word_tokenizer())
+    with pytest.raises(OptionError, match="decodes no answer"):
+        task.score(samples[0].questions[0], "p1w3")
+
+
 def test_lambada(tmp_path: Path) -> None:
     rows = [{"text": '"Stay," he said. "The tide is high." Nobody left the pier'}, {"text": "one two three four five"}]
     task = build("lambada", path=write_rows(tmp_path / "l.jsonl", rows))
@@ -372,7 +397,17 @@ def characters() -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<bos>")
 
 
-FILE_TASKS = ["fidelity", "gsm8k", "h2o_choice", "h2o_summary", "kv_retrieval", "lambada", "leval", "longbench"]
+FILE_TASKS = [
+    "endings",
+    "fidelity",
+    "gsm8k",
+    "h2o_choice",
+    "h2o_summary",
+    "kv_retrieval",
+    "lambada",
+    "leval",
+    "longbench",
+]
 FILE_TASKS += ["longeval_lines", "longeval_topics", "mt_bench", "piqa", "qa", "text"]
 
 
@@ -385,7 +420,7 @@ def test_a_file_that_is_no_good_is_named_with_its_row(name: str, tmp_path: Path)
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(DataError, match=r"empty\.jsonl holds no"):
         draw(build(name, path=str(tmp_path / "empty.jsonl")), word_tokenizer())
-    if name in ("text", "fidelity"):
+    if name in ("endings", "text", "fidelity"):
         return
     (tmp_path / "broken.jsonl").write_text('{"a": 1}\n{"a": \n')
     with pytest.raises(DataError, match=r"broken\.jsonl, row 2: not JSON"):

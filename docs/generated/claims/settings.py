@@ -1,0 +1,147 @@
+"""Claims about what settings keep in as many bytes, tried by KL on the same windows of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from generated.claims.form import CONTRADICTED, PARTLY, REPRODUCED, UNSEEN, Claim, Tried, ahead, over_windows, shown
+from generated.results import read
+
+#: A setting of the paper's, and those that it is said to be ahead of, in as many bytes.
+Sides = tuple[str, tuple[str, ...]]
+
+
+def losses(own: dict[str, Any], *settings: str) -> list[list[float]]:
+    """The KL of each setting on the windows that all of them have."""
+    found = []
+    for setting in settings:
+        found.append(
+            [
+                one
+                for text, row in own["settings"][setting].items()
+                for one in row["kl"][: min(len(own["settings"][other][text]["kl"]) for other in settings)]
+            ]
+        )
+    return found
+
+
+def share(own: dict[str, Any], setting: str) -> float:
+    """The mean share of the bytes that a setting holds."""
+    return over_windows([one for row in own["settings"][setting].values() for one in row["bytes"]]).mean
+
+
+def beside(*sides: Sides) -> Callable[[], Tried]:
+    """Settings beside others in as many bytes: the verdict is of the differences over windows, of all pairs."""
+
+    def tried() -> Tried:
+        models = read("setting-texts")["models"]
+        parts, held, verdicts, counts = [], [], [], []
+        for name, own in models.items():
+            known = [side for side in sides if all(one in own["settings"] for one in (side[0], *side[1]))]
+            for first, others in known:
+                mine, *theirs = losses(own, first, *others)
+                leads = [ahead(mine, loss) for loss in theirs]
+                each = ", ".join(
+                    f"`{_short(other)}` {over_windows(loss).mean:.3f}, more by {shown(lead)}"
+                    for other, loss, lead in zip(others, theirs, leads, strict=True)
+                )
+                parts.append(f"`{_short(first)}` {shown(over_windows(mine))}, {each}")
+                held.append(" and ".join(f"{share(own, one):.1%}" for one in (first, *others)))
+                verdicts += map(_order, leads)
+            if known:
+                counts.append(f"{name}, {len(mine)} windows of {own['prompt']:,} of three texts")
+        if not verdicts:
+            raise SystemExit(f"setting-texts.json has no rows of {sides[0][0]} and what it is beside")
+        return Tried(
+            f"KL in nats a token: {'; '.join(parts)}",
+            "; ".join(held),
+            " and ".join(counts),
+            "setting-texts.json",
+            "benchmarks/quality/setting_texts.py",
+            _of_all(verdicts),
+        )
+
+    return tried
+
+
+def _order(found: Any) -> str:
+    return REPRODUCED if found.low > 0 else CONTRADICTED if found.high < 0 else UNSEEN
+
+
+def _of_all(verdicts: list[str]) -> str:
+    """One verdict of several pairs.
+
+    Example:
+        >>> _of_all(["reproduced", "no difference seen"]), _of_all(["contradicted", "no difference seen"])
+        ('partly', 'contradicted')
+    """
+    if len(set(verdicts)) == 1:
+        return verdicts[0]
+    return PARTLY if REPRODUCED in verdicts else CONTRADICTED
+
+
+def _short(setting: str) -> str:
+    """A setting without that whose bytes it has."""
+    return setting.partition("@=")[0]
+
+
+def _fastgen(*thresholds: str) -> list[Sides]:
+    each = [f"fastgen:threshold={threshold}" for threshold in thresholds]
+    return [(one, (f"h2o@={one}",)) for one in each]
+
+
+#: Rules of heads, and the share of heads that should keep theirs.
+RULES, SAME = 5, 0.9
+
+
+def persistence() -> Tried:
+    """Heads whose rule at the prompt's end is the one after more tokens, and how many would be by their shares."""
+    rows = read("fastgen-persistence")["rows"]
+    parts, verdicts = [], []
+    for name, says in (("all 64", "64 tokens later"), ("all 256", "256 later"), ("new 256", "of those 256 alone")):
+        counts = [np.array(one).reshape(RULES, RULES) for row in rows for one in row["pairs"][name]]
+        found = over_windows([np.trace(one) / one.sum() for one in counts])
+        chance = over_windows([one.sum(0) @ one.sum(1) / one.sum() ** 2 for one in counts]).mean
+        parts.append(f"{says} {found.mean:.0%} ({found.low:.0%} to {found.high:.0%}), by chance {chance:.0%}")
+        verdicts.append(REPRODUCED if found.low >= SAME else PARTLY if found.low > chance else CONTRADICTED)
+    texts = ", ".join(f"{row['text'].partition('.')[0]} {_same(row):.0%}" for row in rows)
+    full = np.mean([one[-1].sum() / one.sum() for one in counts])
+    return Tried(
+        f"heads with the same rule: {'; '.join(parts)} ({texts}); {full:.0%} of the heads keep everything at first",
+        "full cache",
+        f"{rows[0]['model']}, T {rows[0]['threshold']:g}, {len(counts)} windows of 768 + 256",
+        "fastgen-persistence.json",
+        "benchmarks/quality/fastgen_persistence.py",
+        verdicts[-1],
+    )
+
+
+def _same(row: dict[str, Any]) -> float:
+    """Of a text the share of heads whose rule is that of the newest 256 tokens too."""
+    return float(np.mean([np.trace(np.array(one).reshape(RULES, RULES)) / sum(one) for one in row["pairs"]["new 256"]]))
+
+
+CLAIMS = (
+    Claim(
+        "FastGen", "rules of each head keep more than H2O in as many bytes", beside(*_fastgen("0.91", "0.95", "0.98"))
+    ),
+    Claim("FastGen", "the structure of a head's attention stays while a text goes on", persistence),
+    Claim(
+        "FastGen",
+        "rules of each head keep more than a window in as many bytes",
+        beside(("fastgen:threshold=0.95", ("streaming@=fastgen:threshold=0.95",))),
+    ),
+    Claim(
+        "KVMerger",
+        "merging keeps more than H2O and CaM, at 50 and 35 %",
+        beside(("kvmerger@512", ("h2o@512", "cam@512")), ("kvmerger@352", ("h2o@352", "cam@352"))),
+    ),
+    Claim(
+        "ThinK",
+        "over SnapKV and H2O, fewer channels keep more than fewer entries",
+        "`benchmarks/quality/paper_rows.sh bytes`",
+    ),
+)
