@@ -42,13 +42,13 @@ def fill_figures(text: str, figures: Mapping[str, float]) -> str:
         name, form = found.groups()
         if name not in figures and is_committed(name):
             try:
-                return f"<!-- {name} {form} -->{row_figure(name):{form}}<!-- / -->"
+                return f"<!-- {name} {form} -->{in_form(row_figure(name), form)}<!-- / -->"
             except FigureError as wrong:
                 raise SystemExit(f"the figure {name!r}: {wrong}") from wrong
         if name not in figures:
             alike = ", ".join(sorted(known for known in figures if known.split()[0] == name.split()[0])[:8])
             raise SystemExit(f"no figure is named {name!r}; some that begin so: {alike or 'none'}")
-        return f"<!-- {name} {form} -->{figures[name]:{form}}<!-- / -->"
+        return f"<!-- {name} {form} -->{in_form(figures[name], form)}<!-- / -->"
 
     filled, count = FIGURE.subn(shown, text)
     if count != text.count("<!-- / -->"):
@@ -56,6 +56,12 @@ def fill_figures(text: str, figures: Mapping[str, float]) -> str:
             f"{text.count('<!-- / -->')} figures end and {count} begin; write <!-- name .3f -->0<!-- / -->"
         )
     return filled
+
+
+def in_form(figure: float, form: str) -> str:
+    """A figure in a format; one that is rounded to zero has no minus."""
+    text = f"{figure:{form}}"
+    return text if re.search(r"[1-9]", text) else text.replace("-", "")
 
 
 def by_hand(*places: Path) -> list[Path]:
