@@ -3,7 +3,8 @@
 The first word is a file of `benchmarks/results` without its ending; a path says where in it the figure is:
 
 * `rows[0].kl[1]` by place, `rows[-1]` from the end, `[0].kl` where the file is a list;
-* `rows[method=h2o,budget="20%"].kl` of the one row with these values, `load."most bytes"` where a name is no word;
+* `rows[method=h2o,budget="20%"].kl` of the one row with these values, `rows[task~novel].kl` of the one with that in it,
+  `load."most bytes"` where a name is no word;
 * `rows[*].kl` of every row and `rows[*,method=h2o].kl` of all that fit: several figures;
 * `{other-file}rows[0].kl` in another file.
 
@@ -24,10 +25,12 @@ from typing import Any
 
 from generated.results import RESULTS
 
+#: What a row must have: the names that lead to a value, `=` or `~` (has in it), and a text.
+Condition = tuple[list[str], str, str]
 #: One figure, or several of which each was reached by the same path.
 Figures = float | list[float]
 
-TOKEN = re.compile(r'\s*(?:(\d+(?:\.\d+)?)|([A-Za-z_]\w*)|"([^"]*)"|\{([^}]*)\}|([-+*/()\[\].,=]))')
+TOKEN = re.compile(r'\s*(?:(\d+(?:\.\d+)?)|([A-Za-z_]\w*)|"([^"]*)"|\{([^}]*)\}|([-+*/()\[\].,=~]))')
 ARITHMETIC: dict[str, Callable[[float, float], float]] = {
     "+": operator.add,
     "-": operator.sub,
@@ -170,16 +173,18 @@ class Expression:
         figures = [number(place, self.text) for place in places]
         return figures if several else figures[0]
 
-    def _conditions(self) -> Iterator[tuple[list[str], str]]:
+    def _conditions(self) -> Iterator[Condition]:
         while True:
             names = [self._name()]
             while self._next("."):
                 names.append(self._name())
-            self._expect("=")
+            sign = self._next("=~")
+            if sign is None:
+                raise self._unreadable("'=' or '~'")
             begin = self.at
             while self._peek() not in (("sign", ","), ("sign", "]")) and self.at < len(self.tokens):
                 self.at += 1
-            yield names, "".join(text for _, text in self.tokens[begin : self.at])
+            yield names, sign, "".join(text for _, text in self.tokens[begin : self.at])
             if not self._next(","):
                 return
 
@@ -273,7 +278,7 @@ def item(place: Any, index: int) -> Any:
     return place[index]
 
 
-def fitting(place: Any, wanted: Sequence[tuple[list[str], str]]) -> list[Any]:
+def fitting(place: Any, wanted: Sequence[Condition]) -> list[Any]:
     """The rows of a list, or the values of an object, that have all wanted values.
 
     Raises:
@@ -282,15 +287,17 @@ def fitting(place: Any, wanted: Sequence[tuple[list[str], str]]) -> list[Any]:
     if not isinstance(place, list | dict):
         raise FigureError(f"rows are chosen of a list or an object, not of a {type(place).__name__}")
     rows = list(place.values()) if isinstance(place, dict) else place
-    return [row for row in rows if all(equal(row, names, value) for names, value in wanted)]
+    return [row for row in rows if all(has(row, *one) for one in wanted)]
 
 
-def equal(row: Any, names: Sequence[str], value: str) -> bool:
+def has(row: Any, names: Sequence[str], sign: str, value: str) -> bool:
     """Whether a row has a value under a name, or under names one in the other."""
     for name in names:
         if not isinstance(row, dict) or name not in row:
             return False
         row = row[name]
+    if sign == "~":
+        return isinstance(row, str) and value in row
     if isinstance(row, bool) or row is None:
         return value == json.dumps(row)
     if isinstance(row, int | float):
@@ -301,14 +308,14 @@ def equal(row: Any, names: Sequence[str], value: str) -> bool:
     return bool(row == value)
 
 
-def the_only(rows: Sequence[Any], wanted: Sequence[tuple[list[str], str]]) -> Any:
+def the_only(rows: Sequence[Any], wanted: Sequence[Condition]) -> Any:
     """The one row of a choice.
 
     Raises:
         FigureError: no row or several.
     """
     if len(rows) != 1:
-        shown = ", ".join(f"{'.'.join(names)}={value}" for names, value in wanted)
+        shown = ", ".join(f"{'.'.join(names)}{sign}{value}" for names, sign, value in wanted)
         raise FigureError(f"{len(rows)} rows have {shown}; one is wanted, or [*,{shown}] for all")
     return rows[0]
 

@@ -41,6 +41,7 @@ def figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleT
         ('load rows[cell=h2o,at.budget="20%"].tokens_per_s / rows[cell=full].tokens_per_s', 2),
         ("load rows[at.batch=4,tokens_per_s=9].kl[0]", 0.25),
         ("load rows[at=null].tokens_per_s", 6),
+        ("load rows[cell~ul,at=null].tokens_per_s", 6),
         ('load rows[2]."load, warm"', 3),
         ("lines [cell=full].tokens_per_s", 6),
         ("task [cell=full].tokens_per_s + {load}seconds", 14),
@@ -78,7 +79,8 @@ def test_a_figure_is_found(figures: ModuleType, name: str, value: float) -> None
         ("load (seconds", r"stands 'the end' where '\)' is expected"),
         ("load ", "stands 'the end' where a number, a path or a bracket is expected"),
         ("load rows[0", r"stands 'the end' where '\]' is expected"),
-        ("load rows[cell]", "where '=' is expected"),
+        ("load rows[cell]", "where '=' or '~' is expected"),
+        ("load rows[cell~o].tokens_per_s", "2 rows have cell~o"),
         ("load __import__('os')", "cannot be read from"),
     ],
 )
