@@ -15,7 +15,7 @@ EVERYWHERE = LISTED["everywhere"]["phrases"]
 NOT_MEASURED: dict[str, list[str]] = LISTED["not measured"]
 STILL: dict[str, list[str]] = LISTED["typed by hand still"]
 #: Measured figures that no mark generates yet. Lower it with each that gets one; it never grows.
-TYPED_STILL = 1176
+TYPED_STILL = 293
 PAGES = {
     str(page.relative_to(ROOT)): text
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
