@@ -11,8 +11,12 @@ UNIT = (
     r"(?:%|x\b(?! ?\d)|times\b|points\b|nats\b|[µu]s\b|ms\b|s\b|seconds?\b|minutes?\b|hours?\b"
     r"|(?:[KMG]i?B(?:/s)?|GFLOPS|TFLOPS)\b|tok(?:ens)?(?: a second|/s\b))"
 )
-#: `2.5 times`, `3 to 4 %`, `0.0096 ± 0.0010`.
-FIGURE = re.compile(rf"{NUMBER}(?:(?:(?: to | and |-|–){NUMBER})*[ -]?{UNIT}| ± {NUMBER})")
+#: `2.5 times`, `3 to 4 %`, `0.0096 ± 0.0010`, `18 of 20`, and any number with a fraction.
+FIGURE = re.compile(
+    rf"{NUMBER}(?:(?:(?: to | and |-|–){NUMBER})*[ -]?{UNIT}| ± {NUMBER})"
+    rf"|{NUMBER} of (?:the )?\d+\b"
+    r"|(?<![\w.,^/=:-])[+\-−]?\d*\.\d+(?!\w|\.\d)"
+)
 #: A cell of a table that is a figure alone, with a fraction or with its interval; whole numbers are counts.
 CELL = re.compile(
     rf"(?<=\|) *(?:[+\-−]?[\d,]*\.\d+(?: ?{UNIT})?(?: ± {NUMBER})?(?: [(\[][^|)\]]*[)\]])?"
