@@ -18,7 +18,7 @@ from generated.board_page import board, board_summary, in_short, presets
 from generated.cli_page import cli_page
 from generated.gpu_tables import gpu_section
 from generated.gpu_tables import read as read_gpu_rows
-from generated.markup import NOTE, fill, fill_all, fill_figures
+from generated.markup import NOTE, by_hand, fill, fill_all, fill_figures
 from generated.method_pages import method_page, method_table, own_methods
 from generated.option_types import PATH as OPTION_TYPES
 from generated.option_types import option_types
@@ -69,6 +69,8 @@ SPEED = ROOT / "docs" / "explanation" / "speed.md"
 ORDERINGS = ROOT / "docs" / "explanation" / "orderings.md"
 QUALITY_PAGE = ROOT / "docs" / "explanation" / "quality.md"
 RETAINING = ROOT / "docs" / "how-to" / "trained-heads.md"
+#: Pages whose sentences have figures that are computed, beside those that a mark finds in committed rows.
+OWN_FIGURES = {CODECS_PAGE: format_figures, QUALITY_PAGE: quality_figures, RETAINING: retaining_figures}
 
 
 def pages() -> dict[Path, str]:
@@ -92,9 +94,8 @@ def pages() -> dict[Path, str]:
     texts[ROOT / "docs" / "board.md"] = NOTE + board()
     speed = fill(SPEED.read_text(encoding="utf-8"), "results", result_table())
     texts[SPEED] = fill(speed, "gpu", gpu_section(read_gpu_rows(GPU_ROWS)))
-    codecs = fill_figures(CODECS_PAGE.read_text(encoding="utf-8"), format_figures())
     texts[CODECS_PAGE] = fill_all(
-        codecs,
+        CODECS_PAGE.read_text(encoding="utf-8"),
         {
             "codec-texts": codec_texts(),
             "codec-papers": format_tables(),
@@ -108,11 +109,12 @@ def pages() -> dict[Path, str]:
     texts[CHOOSE] = fill(CHOOSE.read_text(encoding="utf-8"), "chat-facts", chat_facts())
     orderings = claims_page.tables(read_findings(QUALITY / "orderings.json"))
     texts[ORDERINGS] = fill_all(ORDERINGS.read_text(encoding="utf-8"), orderings)
-    quality = fill_figures(QUALITY_PAGE.read_text(encoding="utf-8"), quality_figures())
-    texts[QUALITY_PAGE] = fill_all(quality, quality_tables())
-    retaining = fill_figures(RETAINING.read_text(encoding="utf-8"), retaining_figures())
-    texts[RETAINING] = fill_all(retaining, retaining_tables())
+    texts[QUALITY_PAGE] = fill_all(QUALITY_PAGE.read_text(encoding="utf-8"), quality_tables())
+    texts[RETAINING] = fill_all(RETAINING.read_text(encoding="utf-8"), retaining_tables())
     texts[ROOT / "docs" / "leaderboard.md"] = leaderboard_page()  # as `millpond leaderboard` writes it
+    for page in by_hand(readme, ROOT / "docs"):
+        text = texts.get(page) or page.read_text(encoding="utf-8")
+        texts[page] = fill_figures(text, OWN_FIGURES[page]() if page in OWN_FIGURES else {})
     for page in [readme, *sorted((ROOT / "docs").glob("how-to/*.md"))]:
         text = texts.get(page) or page.read_text(encoding="utf-8")
         if INSTALLS.search(text):

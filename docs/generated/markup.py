@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
+
+from generated.row_figures import FigureError, is_committed, row_figure
 
 NOTE = "<!-- written by docs/generate.py; edit the code instead -->\n"
 #: A figure in a sentence that is written by hand: its name and its format stand before it.
@@ -28,16 +31,24 @@ def fill_all(text: str, contents: Mapping[str, str]) -> str:
 def fill_figures(text: str, figures: Mapping[str, float]) -> str:
     """`text` with what stands between `<!-- name format -->` and `<!-- / -->` replaced by the figure of that name.
 
+    A name is one of `figures`, or a file of committed rows and where in it the figure is
+    (`generated.row_figures`).
+
     Raises:
         SystemExit: a mark cannot be read, or no figure has its name.
     """
 
     def shown(found: re.Match[str]) -> str:
         name, form = found.groups()
+        if name not in figures and is_committed(name):
+            try:
+                return f"<!-- {name} {form} -->{in_form(row_figure(name), form)}<!-- / -->"
+            except FigureError as wrong:
+                raise SystemExit(f"the figure {name!r}: {wrong}") from wrong
         if name not in figures:
             alike = ", ".join(sorted(known for known in figures if known.split()[0] == name.split()[0])[:8])
             raise SystemExit(f"no figure is named {name!r}; some that begin so: {alike or 'none'}")
-        return f"<!-- {name} {form} -->{figures[name]:{form}}<!-- / -->"
+        return f"<!-- {name} {form} -->{in_form(figures[name], form)}<!-- / -->"
 
     filled, count = FIGURE.subn(shown, text)
     if count != text.count("<!-- / -->"):
@@ -45,6 +56,18 @@ def fill_figures(text: str, figures: Mapping[str, float]) -> str:
             f"{text.count('<!-- / -->')} figures end and {count} begin; write <!-- name .3f -->0<!-- / -->"
         )
     return filled
+
+
+def in_form(figure: float, form: str) -> str:
+    """A figure in a format; one that is rounded to zero has no minus."""
+    text = f"{figure:{form}}"
+    return text if re.search(r"[1-9]", text) else text.replace("-", "")
+
+
+def by_hand(*places: Path) -> list[Path]:
+    """The pages among these files and below these folders that no command writes whole."""
+    pages = [page for place in places for page in ([place] if place.is_file() else place.rglob("*.md"))]
+    return sorted(page for page in pages if "<!-- written by" not in page.read_text(encoding="utf-8")[:100])
 
 
 def cell(text: str) -> str:
