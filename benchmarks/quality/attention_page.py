@@ -147,11 +147,12 @@ def _curves(axis: Axes, layers: np.ndarray, even: np.ndarray) -> None:
 
 def _map(axis: Axes, shares: np.ndarray, name: str) -> None:
     calm(axis, grid=False)
-    cells = {"cmap": SCALE, "vmin": 0, "vmax": 100, "edgecolors": "white", "linewidth": 0.4}
-    axis.pcolormesh(100 * shares, rasterized=True, **cells)  # one image: a path for each cell is 400 KB
-    for (layer, head), value in np.ndenumerate(100 * shares):
-        colour = "white" if value > 55 else INK
-        axis.text(head + 0.5, layer + 0.5, f"{value:.0f}", ha="center", va="center", fontsize=5.5, color=colour)
+    cells = axis.pcolormesh(
+        100 * shares, cmap=SCALE, vmin=0, vmax=100, edgecolors="white", linewidth=0.4, rasterized=True
+    )  # one image: a path for each cell takes 100 KB
+    bar = axis.figure.colorbar(cells, ax=axis, fraction=0.04, pad=0.02, format="%d %%")
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(labelsize=7, colors=INK, length=0)
     axis.invert_yaxis()
     axis.set_xticks(np.arange(shares.shape[1]) + 0.5, range(shares.shape[1]))
     axis.set_yticks(np.arange(0, len(shares), 5) + 0.5, range(0, len(shares), 5))
