@@ -43,9 +43,9 @@ def fill_figures(text: str, figures: Mapping[str, float]) -> str:
     def shown(found: re.Match[str]) -> str:
         nonlocal before
         name, form = found.groups()
-        if name in figures:
-            return f"<!-- {name} {form} -->{in_form(figures[name], form)}<!-- / -->"
         try:
+            if name in figures:
+                return f"<!-- {name} {form} -->{in_form(figures[name], form)}<!-- / -->"
             full = whole(name, before)
             if is_committed(full):
                 before = full
@@ -64,8 +64,15 @@ def fill_figures(text: str, figures: Mapping[str, float]) -> str:
 
 
 def in_form(figure: float, form: str) -> str:
-    """A figure in a format; one that is rounded to zero has no minus."""
-    text = f"{figure:{form}}"
+    """A figure in a format; one that is rounded to zero has no minus.
+
+    Raises:
+        FigureError: no format of numbers.
+    """
+    try:
+        text = f"{figure:{form}}"
+    except ValueError as wrong:
+        raise FigureError(f"{form!r} is no format of numbers, such as .2f or ,.0f") from wrong
     return text if re.search(r"[1-9]", text) else text.replace("-", "")
 
 

@@ -109,5 +109,7 @@ def test_a_mark_is_filled_or_refused_by_its_name(figures: ModuleType) -> None:
     assert markup.fill_figures(page, {"own": 4}) == page.replace("7", "8.0").replace("3", "4")
     with pytest.raises(SystemExit, match="the figure 'load minutes': no 'minutes' there"):
         markup.fill_figures("<!-- load minutes .1f -->7<!-- / -->", {})
+    with pytest.raises(SystemExit, match="'2q' is no format of numbers"):
+        markup.fill_figures("<!-- load seconds 2q -->7<!-- / -->", {})
     with pytest.raises(SystemExit, match="no figure is named 'lost seconds'"):
         markup.fill_figures("<!-- lost seconds .1f -->7<!-- / -->", {})
