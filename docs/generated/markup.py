@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from generated.row_figures import FigureError, is_committed, row_figure
+from generated.row_figures import FigureError, is_committed, row_figure, whole
 
 NOTE = "<!-- written by docs/generate.py; edit the code instead -->\n"
 #: A figure in a sentence that is written by hand: its name and its format stand before it.
@@ -38,17 +38,22 @@ def fill_figures(text: str, figures: Mapping[str, float]) -> str:
         SystemExit: a mark cannot be read, or no figure has its name.
     """
 
+    before = ""
+
     def shown(found: re.Match[str]) -> str:
+        nonlocal before
         name, form = found.groups()
-        if name not in figures and is_committed(name):
-            try:
-                return f"<!-- {name} {form} -->{in_form(row_figure(name), form)}<!-- / -->"
-            except FigureError as wrong:
-                raise SystemExit(f"the figure {name!r}: {wrong}") from wrong
-        if name not in figures:
-            alike = ", ".join(sorted(known for known in figures if known.split()[0] == name.split()[0])[:8])
-            raise SystemExit(f"no figure is named {name!r}; some that begin so: {alike or 'none'}")
-        return f"<!-- {name} {form} -->{in_form(figures[name], form)}<!-- / -->"
+        try:
+            if name in figures:
+                return f"<!-- {name} {form} -->{in_form(figures[name], form)}<!-- / -->"
+            full = whole(name, before)
+            if is_committed(full):
+                before = full
+                return f"<!-- {name} {form} -->{in_form(row_figure(full), form)}<!-- / -->"
+        except FigureError as wrong:
+            raise SystemExit(f"the figure {name!r}: {wrong}") from wrong
+        alike = ", ".join(sorted(known for known in figures if known.split()[0] == name.split()[0])[:8])
+        raise SystemExit(f"no figure is named {name!r}; some that begin so: {alike or 'none'}")
 
     filled, count = FIGURE.subn(shown, text)
     if count != text.count("<!-- / -->"):
@@ -59,8 +64,15 @@ def fill_figures(text: str, figures: Mapping[str, float]) -> str:
 
 
 def in_form(figure: float, form: str) -> str:
-    """A figure in a format; one that is rounded to zero has no minus."""
-    text = f"{figure:{form}}"
+    """A figure in a format; one that is rounded to zero has no minus.
+
+    Raises:
+        FigureError: no format of numbers.
+    """
+    try:
+        text = f"{figure:{form}}"
+    except ValueError as wrong:
+        raise FigureError(f"{form!r} is no format of numbers, such as .2f or ,.0f") from wrong
     return text if re.search(r"[1-9]", text) else text.replace("-", "")
 
 

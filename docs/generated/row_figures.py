@@ -3,10 +3,13 @@
 The first word is a file of `benchmarks/results` without its ending; a path says where in it the figure is:
 
 * `rows[0].kl[1]` by place, `rows[-1]` from the end, `[0].kl` where the file is a list;
-* `rows[method=h2o,budget="20%"].kl` of the one row with these values, `rows[task~novel].kl` of the one with that in it,
+* `rows[method=h2o,budget=20%].kl` of the one row with these values, `rows[task~novel].kl` of the one with that in it,
   `load."most bytes"` where a name is no word;
 * `rows[*].kl` of every row and `rows[*,method=h2o].kl` of all that fit: several figures;
-* `{other-file}rows[0].kl` in another file.
+* `sink.*.*` and `held.*.1` are `sink[*][*]` and `held[*][1]`, which Markdown would take for a link;
+* `{other-file}rows[0].kl` in another file;
+* `~` in place of the file is that of the mark before;
+* `.kl` goes on from the first row of the mark before: `load rows[method=h2o].kl`, then `.bytes`.
 
 `+ - * /`, brackets and `median mean min max sum count` put them together; of several figures each is counted on.
 """
@@ -30,7 +33,10 @@ Condition = tuple[list[str], str, str]
 #: One figure, or several of which each was reached by the same path.
 Figures = float | list[float]
 
-TOKEN = re.compile(r'\s*(?:(\d+(?:\.\d+)?)|([A-Za-z_]\w*)|"([^"]*)"|\{([^}]*)\}|([-+*/()\[\].,=~]))')
+TOKEN = re.compile(r'\s*(?:(\d+(?:\.\d+)?)|([A-Za-z_]\w*)|"([^"]*)"|\{([^}]*)\}|([-+*/()\[\].,=~:%]))')
+#: Where a path goes on from the mark before, and what it goes on from.
+SHORT = re.compile(r'(?<![\w\]".])(?<!\.\*)\.(?=[A-Za-z_"])')
+ROW = re.compile(r"(?:\{[^}]*\})?(?:[A-Za-z_][\w.]*)?\[[^\]]*\]")
 ARITHMETIC: dict[str, Callable[[float, float], float]] = {
     "+": operator.add,
     "-": operator.sub,
@@ -58,6 +64,22 @@ def is_committed(name: str) -> bool:
     return any((RESULTS / f"{name.split()[0]}{ending}").is_file() for ending in ENDINGS)
 
 
+def whole(name: str, before: str) -> str:
+    """The name of a mark in full, where it leaves out what the mark before it says: the file, or file and row.
+
+    Raises:
+        FigureError: no mark with a file, or with a row, is before it.
+    """
+    if name.startswith("~ ") and before:
+        return f"{before.split()[0]} {name[2:]}"
+    if not name.startswith("~ ") and not SHORT.search(name):
+        return name
+    row = ROW.search(before)
+    if row is None:
+        raise FigureError(f"{name!r} goes on from a row, and {before!r}, the mark before it, has none")
+    return f"{before.split()[0]} {SHORT.sub(lambda _: f'{row[0]}.', name)}"
+
+
 def row_figure(name: str) -> float:
     """The figure that a mark names, `file expression`.
 
@@ -65,6 +87,8 @@ def row_figure(name: str) -> float:
         FigureError: no such file or place, a choice of not exactly one row, no single finite number, or an expression
             that cannot be read.
     """
+    if "][" in name:
+        raise FigureError("Markdown takes '][' for a link: write .* for [*] and .0 for [0]")
     file, _, expression = name.partition(" ")
     found = Expression(expression, file).value()
     if isinstance(found, list):
@@ -155,7 +179,12 @@ class Expression:
         elif self._peek() != ("sign", "["):
             raise self._unreadable("a number, a path or a bracket")
         while (sign := self._next(".[")) is not None:
-            if sign == ".":
+            if sign == "." and self._next("*"):
+                places, several = [row for place in places for row in fitting(place, [])], True
+            elif sign == "." and self._peek()[0] == "number":
+                index = int(self._number())
+                places = [item(place, index) for place in places]
+            elif sign == ".":
                 name = self._name()
                 places = [member(place, name) for place in places]
             elif self._next("*"):

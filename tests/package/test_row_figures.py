@@ -50,6 +50,8 @@ def figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleT
         ("load max(rows[*].tokens_per_s / rows[cell=full].tokens_per_s) - min(1, seconds)", 1),
         ("load count(by[*].n) + sum(by[*].n)", 6),
         ("load 100 * (rows[0].tokens_per_s / rows[1].tokens_per_s - 1)", 100 / 3),
+        ("load mean(rows.*.kl.0)", 0.25),
+        ("load rows.1.tokens_per_s", 9),
         ("load -seconds + 2 * 3 - 4 / 8", -2.5),
     ],
 )
@@ -81,6 +83,7 @@ def test_a_figure_is_found(figures: ModuleType, name: str, value: float) -> None
         ("load rows[0", r"stands 'the end' where '\]' is expected"),
         ("load rows[cell]", "where '=' or '~' is expected"),
         ("load rows[cell~o].tokens_per_s", "2 rows have cell~o"),
+        ("load rows[0].kl[*][0]", "Markdown takes"),
         ("load __import__('os')", "cannot be read from"),
     ],
 )
@@ -89,11 +92,24 @@ def test_what_is_wrong_is_said(figures: ModuleType, name: str, message: str) -> 
         figures.row_figure(name)
 
 
+def test_a_mark_goes_on_from_the_row_of_the_one_before(figures: ModuleType) -> None:
+    markup = importlib.import_module("generated.markup")
+    first = "<!-- load 10*rows[cell=full].tokens_per_s .0f -->60<!-- / -->"
+    page = f"{first} and <!-- 2*.kl[0]+.tokens_per_s .0f -->6<!-- / -->"
+    page += "<!-- ~ seconds .0f -->8<!-- / -->"
+    assert markup.fill_figures(page, {}) == page
+    assert markup.fill_figures(page.replace(">6<", ">7<"), {}) == page
+    with pytest.raises(SystemExit, match="goes on from a row, and '', the mark before it, has none"):
+        markup.fill_figures("<!-- .kl[0] .0f -->6<!-- / -->", {})
+
+
 def test_a_mark_is_filled_or_refused_by_its_name(figures: ModuleType) -> None:
     markup = importlib.import_module("generated.markup")
     page = "takes <!-- load seconds .1f -->7<!-- / --> s, <!-- own .0f -->3<!-- / --> in all"
     assert markup.fill_figures(page, {"own": 4}) == page.replace("7", "8.0").replace("3", "4")
     with pytest.raises(SystemExit, match="the figure 'load minutes': no 'minutes' there"):
         markup.fill_figures("<!-- load minutes .1f -->7<!-- / -->", {})
+    with pytest.raises(SystemExit, match="'2q' is no format of numbers"):
+        markup.fill_figures("<!-- load seconds 2q -->7<!-- / -->", {})
     with pytest.raises(SystemExit, match="no figure is named 'lost seconds'"):
         markup.fill_figures("<!-- lost seconds .1f -->7<!-- / -->", {})
