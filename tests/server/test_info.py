@@ -134,6 +134,9 @@ def test_nothing_is_told_without_a_key(path: str) -> None:
     for given in (None, {"Authorization": "Bearer two"}, {"Authorization": "one"}, {"Authorization": "Basic one"}):
         found = get(path, headers=given, **KEYS)
         assert (found.status_code, found.json()["error"]["type"]) == (401, "authentication_error")
+        wrong = given is not None and given["Authorization"].startswith("Bearer")
+        said = "the API key is not one of this server's" if wrong else "this server asks for an API key"
+        assert found.json()["error"]["message"].startswith(said)
         assert found.headers["WWW-Authenticate"] == "Bearer"
     assert get(path, headers={"Authorization": "Bearer one"}, **KEYS).status_code != 401
 

@@ -55,9 +55,15 @@ def send(content: bytes, llm: FakeLLM | None = None, headers: dict[str, str] | N
             {"prompt": [5] * 64},
             400,
             "context_length_exceeded",
-            "64 tokens of prompt and 16 new ones are 80; the model's",
+            "64 tokens of prompt and 16 new ones are 80; the model's context holds 64: shorten the prompt",
         ),
-        ({"prompt": [5] * 60, "max_tokens": 5}, 400, "context_length_exceeded", "65"),
+        (
+            {"prompt": [5] * 60, "max_tokens": 5},
+            400,
+            "context_length_exceeded",
+            "65; the model's context holds 64: ask for at ",
+        ),
+        ({"prompt": [5] * 60, "max_tokens": 5}, 400, "context_length_exceeded", "at most 4 new tokens, or shorten the"),
         ({"prompt": "w5", "max_tokens": HUGE}, 400, "context_length_exceeded", "the model's context holds 64"),
         ({"prompt": "w5", "max_tokens": -1}, 400, "invalid_value", "max_tokens"),
         ({"prompt": "w5", "max_tokens": 1.5}, 400, "invalid_value", "max_tokens"),
@@ -224,7 +230,9 @@ def test_other_methods_and_paths(method: str) -> None:
 
     wrong, nowhere = asyncio.run(work())
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert wrong.json()["error"]["message"] == f"'/v1/completions' does not take {method}; it takes POST"
     assert (nowhere.status_code, nowhere.json()["error"]["code"]) == (404, "not_found")
+    assert "no address '/v1/nothing' here; GET /openapi.json" in nowhere.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -136,6 +137,26 @@ def test_a_port_in_use_is_told_before_a_model_is_loaded(monkeypatch: pytest.Monk
         done = invoke("--port", str(port))
     assert done.exit_code == 2
     assert f"port {port} of 127.0.0.1 is in use; name another, or 0 for a free one" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.EADDRNOTAVAIL, "host 127.0.0.1 is no address of this machine; name one, or 0.0.0.0 for all of them"),
+        (errno.EACCES, "port 80 of 127.0.0.1 is for the administrator; name one from 1024 on"),
+    ],
+)
+def test_an_address_that_cannot_be_had_is_told_before_a_model_is_loaded(
+    number: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> None:
+        raise OSError(number, "no")
+
+    monkeypatch.setattr("millpond.engine.async_llm.AsyncLLM", lambda *_, **__: pytest.fail("it loads a model"))
+    monkeypatch.setattr("socket.socket.bind", refused)
+    done = invoke("--port", "80")
+    assert done.exit_code == 2
+    assert words in " ".join(done.stderr.split())
 
 
 def test_options_reach_the_engine_and_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -273,6 +273,7 @@ def serve(
     access: Access,
 ) -> None:
     """Serve a model over OpenAI's HTTP API inside a memory limit; http://HOST:PORT/ is a page to chat on."""
+    check_port(host, port)
     try:
         from millpond.server.uvicorn_server import run
     except ModuleNotFoundError as error:
@@ -280,7 +281,6 @@ def serve(
     from millpond.engine.async_llm import AsyncLLM
     from millpond.engine.config import EngineConfig
 
-    check_port(host, port)
     settings = ServerSettings(**limits.settings, **access.as_settings(), tool_parser=tool_parser)
     config = EngineConfig(
         **cache.for_request(), calibration=cache.calibration, chunk_store=chunks.store(), **engine.as_arguments()
@@ -318,10 +318,10 @@ def serve(
 
 
 def check_port(host: str, port: int) -> None:
-    """Check that nobody listens on a port, before a model is loaded for it.
+    """Check that an address can be listened on, before a model is loaded for it.
 
     Raises:
-        OptionError: It is in use.
+        OptionError: Its port is in use or reserved for the administrator, or no network card of this machine has it.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -329,8 +329,13 @@ def check_port(host: str, port: int) -> None:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             tried.bind((host, port))
     except OSError as error:  # what else is wrong with the address the server itself tells
-        if error.errno == errno.EADDRINUSE:
-            raise OptionError(f"port {port} of {host} is in use; name another, or 0 for a free one") from error
+        reasons = {
+            errno.EADDRINUSE: f"port {port} of {host} is in use; name another, or 0 for a free one",
+            errno.EADDRNOTAVAIL: f"host {host} is no address of this machine; name one, or 0.0.0.0 for all of them",
+            errno.EACCES: f"port {port} of {host} is for the administrator; name one from 1024 on",
+        }
+        if error.errno in reasons:
+            raise OptionError(reasons[error.errno]) from error
 
 
 def _check_on_cpu(what: str, place: EnginePlace, config: EngineConfig) -> None:

@@ -158,8 +158,13 @@ def install(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
-        return ApiError(error.status_code, str(error.detail), code, headers=error.headers).response(request.scope)
+        code, message, path = "invalid_request", str(error.detail), request.scope["path"][:_LONGEST_NAME]
+        if error.status_code == 404:
+            code, message = "not_found", f"there is no address {path!r} here; GET /openapi.json lists those there are"
+        elif error.status_code == 405:
+            taken = (error.headers or {}).get("Allow", "another method")
+            code, message = "method_not_allowed", f"{path!r} does not take {request.method}; it takes {taken}"
+        return ApiError(error.status_code, message, code, headers=error.headers).response(request.scope)
 
     async def bug(request: Request, error: Exception) -> JSONResponse:
         message = f"the server failed with {type(error).__name__}; its log says more"

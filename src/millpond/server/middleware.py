@@ -38,7 +38,8 @@ class ApiKeyMiddleware:
         if scope["type"] != "http" or scope["path"] in self._open or not self._keys or self._known(scope):
             await self._app(scope, receive, send)
             return
-        message = "this server asks for an API key: send 'Authorization: Bearer KEY', or 'x-api-key: KEY'"
+        known = "the API key is not one of this server's" if key_of(scope) else "this server asks for an API key"
+        message = f"{known}: send 'Authorization: Bearer KEY', or 'x-api-key: KEY'"
         refusal = ApiError(401, message, "invalid_api_key", headers=_CLOSE | {"WWW-Authenticate": "Bearer"})
         await refusal.response(scope)(scope, receive, send)
 

@@ -178,5 +178,7 @@ def check_room(prompts: Sequence[tuple[int, ...] | Prompt], max_tokens: int | No
             raise ApiError(400, "the prompt has no token", "empty_prompt", "prompt")
         if n + (max_tokens or 1) > context:
             parts = f"{n:,} tokens of prompt and {max_tokens or 1:,} new ones"
-            message = f"{parts} are {n + (max_tokens or 1):,}; the model's context holds {context:,}"
+            message = f"{parts} are {n + (max_tokens or 1):,}; the model's context holds {context:,}: "
+            room = f"ask for at most {context - n:,} new tokens, or "
+            message += f"{room if n < context else ''}shorten the prompt"
             raise ApiError(400, message, "context_length_exceeded", "prompt")

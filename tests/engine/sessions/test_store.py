@@ -166,7 +166,9 @@ def test_too_many_that_wait_are_dropped_and_nobody_waits(tmp_path: Path, monkeyp
     store.close()
 
 
-def test_a_full_disk_stops_storing_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_stops_storing_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     engine, true = open_engine(tmp_path), os.fsync
 
     def full(number: int) -> None:
@@ -178,6 +180,9 @@ def test_a_full_disk_stops_storing_alone(tmp_path: Path, monkeypatch: pytest.Mon
     assert not list(tmp_path.glob("*/*/*")), "nothing is left of it"
     output = ask(engine, ids)
     assert kv(output).restored_tokens == 0
+    (told,) = [one.getMessage() for one in caplog.records if one.name.startswith("millpond")]
+    assert f"cannot be stored in {str(tmp_path)!r} ([Errno 28] No space left on device)" in told
+    assert told.endswith("free space there, or start again with another folder"), "once, with the way out"
     assert engine.sessions is not None
     stats = engine.sessions.stats()
     assert (stats.stored, stats.write_failures > 0) == (0, True)

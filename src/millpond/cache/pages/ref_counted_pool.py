@@ -117,7 +117,9 @@ class RefCountedPool(Generic[A]):
         if memory_limit is not None:
             limit_bytes = memory_limit.limit_bytes
         if limit_bytes is not None and limit_bytes < page_bytes:
-            raise OptionError(f"a limit of {limit_bytes} bytes is smaller than one page of {page_bytes} bytes")
+            raise OptionError(
+                f"a limit of {limit_bytes} bytes is smaller than one page of {page_bytes} bytes; raise it (kv_memory)"
+            )
         self.arrays = arrays
         self.kv_bytes_per_page, self.page_bytes = kv_bytes_per_page, page_bytes
         self.limit_bytes = limit_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import secrets
 from collections import Counter
@@ -15,6 +16,8 @@ from pathlib import Path
 from millpond.cache.atomic_files import PART, publish, remove_file, sync_folder, write_part
 from millpond.engine.sessions.stored_turn import TurnPlace
 from millpond.errors import OptionError
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,7 @@ class SessionFolder:
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
         self.counts: Counter[str] = Counter()
+        self._fails = False
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with self._locked():
@@ -198,9 +202,19 @@ class SessionFolder:
                     publish(part, path)
                 self.nbytes += len(data)
                 sync_folder(path.parent)
-        except OSError:
+        except OSError as error:
             self.counts["write_failures"] += 1
+            if not self._fails:  # once, until a file is written again
+                _log.warning(
+                    "a turn of %s bytes cannot be stored in %r (%s): requests go on, and later turns read their "
+                    "prompts again; free space there, or start again with another folder",
+                    f"{len(data):,}",
+                    str(self.folder),
+                    error,
+                )
+            self._fails = True
             return False
+        self._fails = False
         return True
 
     def remove(self, place: TurnPlace) -> int:
