@@ -147,7 +147,7 @@ def by_masks() -> str:
         "KL of `h2o` and `fastgen` in as many bytes was measured a second time: by masks over the attention of plain "
         "transformers, without a cache, and with entries chosen from its weights "
         "([rows](../../benchmarks/results/masked-kl.json), `benchmarks/quality/masked_kl.py`).\n"
-        f"On {len(apart['h2o'])} windows `h2o` differs by at most {max(apart['h2o']):.2%}; `fastgen`, whose rules are "
+        f"Windows: {len(apart['h2o'])}; `h2o` differs by at most {max(apart['h2o']):.2%}; `fastgen`, whose rules are "
         f"chosen there from all queries and in the cache from 128, by at most {max(apart['fastgen']):.1%}.\n"
     )
 
