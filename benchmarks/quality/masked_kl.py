@@ -4,8 +4,8 @@
 
 Windows and settings are those of `setting_texts.py`, whose rows say how many entries a budget `=SETTING` is. What a
 setting keeps is chosen here again, from the prompt's attention weights: for `h2o` by its definition, for `fastgen` by
-its plan over these weights. In one pass over the window the scored tokens then see, in each KV head, what is kept and
-each other. Rows are added window by window.
+its plan over these weights, of all queries. In one pass over the window the scored tokens then see, in each KV head,
+what is kept and each other. Rows are added window by window.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from generated.claims.settings import by_masks
 from generated.claims.table import INTRODUCTION as CLAIMS_INTRO
 from generated.claims.table import claims_table
 from generated.markup import left
@@ -169,7 +170,7 @@ def papers_page(panels_of: Callable[[str], Mapping[str, CurvePanel]], formats: S
     Args:
         panels_of: curves of a method by protocol. formats: rows of caches in several formats on one text, of each run.
     """
-    parts = [f"# Papers\n\n## What papers claim\n\n{CLAIMS_INTRO}", left(claims_table())]
+    parts = [f"# Papers\n\n## What papers claim\n\n{CLAIMS_INTRO}", left(claims_table()), by_masks()]
     parts.append(f"## Methods\n\n{METHODS_INTRO}")
     entries = [METHODS.get(name) for name in own_methods()]
     methods = [

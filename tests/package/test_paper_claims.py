@@ -56,6 +56,18 @@ def test_a_setting_beside_others(times: dict[str, float], verdict: str, monkeypa
         settings.beside(("a", ("nobody",)))()
 
 
+def test_two_measures_that_differ_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = module("settings")
+    own = rows(**{"h2o@512": 2.0, "fastgen:threshold=0.95": 1.0})
+    found = {"setting-texts": own, "masked-kl": rows(**{"h2o@512": 2.01, "fastgen:threshold=0.95": 1.1})}
+    monkeypatch.setattr(settings, "read", lambda name: {"models": {"m": {"settings": found[name]}}})
+    assert "Windows: 6; `h2o` differs by at most 0.50%" in settings.by_masks()
+    assert "by at most 10.0%" in settings.by_masks()
+    found["masked-kl"]["h2o@512"]["wiki"]["kl"][0] *= 1.5
+    with pytest.raises(SystemExit, match=r"differ by 50\.\d%"):
+        settings.by_masks()
+
+
 @pytest.mark.parametrize(
     ("stay", "verdict"),
     [(([20, 0], [0, 20]), "reproduced"), (([15, 5], [5, 15]), "partly"), (([0, 9], [9, 0]), "contradicted")],

@@ -22,8 +22,6 @@ INTRODUCTION = """\
 The same comparisons, tried on models that are at hand; verdicts follow from the rows.
 *Partly*: the paper's direction without its size, or a part of the claim.
 *Contradicted*: the other direction, beyond the interval.
-KL of settings in as many bytes has [a second measure](../../tests/lab/bench/test_setting_texts.py): on small models,
-masks over the attention of plain transformers give for `h2o` and `fastgen` what the cache gives.
 These models are small: a verdict is about them, not about the paper's.
 There are [more pairs of methods](../explanation/orderings.md) on a model of our own, and
 [orders of the newest](../board.md#orders-that-papers-state) on two real ones.
