@@ -32,10 +32,11 @@ from tests.helpers.server.fake import FakeLLM
 @pytest.fixture(autouse=True)
 def _no_lines_behind_a_test() -> Iterator[None]:
     """The command line has the log of requests written to its stderr, which is gone when it ends."""
-    before = LOG.handlers[:], LOG.level, LOG.propagate
+    ours = logging.getLogger("millpond")
+    handlers, level = ours.handlers[:], LOG.level
     yield
-    LOG.handlers[:], LOG.propagate = before[0], before[2]
-    LOG.setLevel(before[1])
+    ours.handlers[:] = handlers
+    LOG.setLevel(level)
 
 
 def test_it_serves_and_goes_down_with_nothing_lost() -> None:
@@ -65,6 +66,7 @@ def test_it_serves_and_goes_down_with_nothing_lost() -> None:
                 if line.startswith("key"):
                     break
             said = "".join(told)
+            assert told[0] == "loading  pond-recall\n", "before anything else: it may last"
             assert "model    pond-recall, 8.0 MiB of weights, context of 8,192 tokens" in said
             assert "method h2o, budget 32, format auto; memory for keys and values: at most 64.0 MiB" in said
             assert "key      one of 3 is needed" in said

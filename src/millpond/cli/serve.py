@@ -286,6 +286,7 @@ def serve(
         **cache.for_request(), calibration=cache.calibration, chunk_store=chunks.store(), **engine.as_arguments()
     )
     name, layout = served_name or name_of(model), workers.as_arguments(place.threads)
+    errors().print(escape(f"loading  {name}"), soft_wrap=True, highlight=False)
     llm: ServedLLM
     if pipeline is None and not workers.several:
         llm = AsyncLLM(model, config, model_name=name, **place.as_arguments(config.weights))
@@ -307,8 +308,7 @@ def serve(
             f"[yellow]note:[/] anyone who can reach {escape(host)} may use the model; --api-key limits that to holders "
             "of a key"
         )
-    if not quiet:
-        show_requests()
+    show_log(requests=not quiet)
 
     def told(port: int) -> None:
         for line in summary(llm, settings, host, port):
@@ -408,12 +408,16 @@ def _stored_turns(llm: ServedLLM) -> str:
     return f"{size(stats.disk_bytes)} stored, of at most {size(stats.disk_limit)}"
 
 
-def show_requests() -> None:
-    """Write a line per request to stderr from now on."""
+def show_log(requests: bool) -> None:
+    """Write warnings and errors to stderr from now on, with their time, and perhaps a line per request.
+
+    Args:
+        requests: Whether requests are written.
+    """
     from millpond.server.request_log import LOG
 
     lines = logging.StreamHandler(sys.stderr)
     lines.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
-    LOG.handlers[:] = [lines]
-    LOG.setLevel(logging.INFO)
-    LOG.propagate = False
+    logging.getLogger("millpond").handlers[:] = [lines]
+    if requests:
+        LOG.setLevel(logging.INFO)

@@ -193,6 +193,15 @@ def test_a_full_disk_stops_storing_alone(
     engine.close()
 
 
+def test_a_turn_beyond_the_limit_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = SessionStore(tmp_path, disk=KB)
+    assert [put(store, turn(n)) for n in (40, 50)] == [False, False]
+    assert store.stats().dropped == 2
+    (told,) = [one.getMessage() for one in caplog.records]
+    assert told.endswith("is larger than the limit of 1,024, and is not stored; raise cache_disk")
+    store.close()
+
+
 def test_what_cannot_be_made_bytes_is_lost_alone(store: SessionStore) -> None:
     bad: Any = {"0.keys": torch.zeros(4, device="meta")}
     put(store, StoredTurn(np.arange(5), bad))

@@ -91,7 +91,7 @@ class SessionFolder:
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
         self.counts: Counter[str] = Counter()
-        self._fails = False
+        self._fails = self._was_too_large = False
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with self._locked():
@@ -174,6 +174,17 @@ class SessionFolder:
 
     # ------------------------------------------------------------------ writing
 
+    def fits(self, n_bytes: int) -> bool:
+        """Return whether a turn is no larger than the limit; the first one that is larger is told in the log."""
+        if n_bytes > self.limit and not self._was_too_large:
+            self._was_too_large = True
+            _log.warning(
+                "a turn of %s bytes is larger than the limit of %s, and is not stored; raise cache_disk",
+                f"{n_bytes:,}",
+                f"{self.limit:,}",
+            )
+        return n_bytes <= self.limit
+
     def write(
         self, place: TurnPlace, data: bytes, lock: AbstractContextManager[object], is_wanted: Callable[[], bool]
     ) -> bool:
@@ -187,7 +198,7 @@ class SessionFolder:
             lock: Held while `is_wanted` is called.
             is_wanted: Called right before the file gets its name; False: it is removed.
         """
-        if len(data) > self.limit:
+        if not self.fits(len(data)):
             return False
         path = place.path(self.folder)
         try:

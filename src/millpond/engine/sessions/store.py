@@ -234,7 +234,7 @@ class SessionStore:
             elif place in self._waiting or self._files.has(place):
                 return True
             waiting = _Waiting(place, turn, finish)
-            if turn.nbytes > self._files.limit or not self._queue.put(waiting, turn.nbytes):
+            if not self._files.fits(turn.nbytes) or not self._queue.put(waiting, turn.nbytes):
                 self.counts["dropped"] += 1
                 return False
             self._waiting[place] = waiting
@@ -242,7 +242,7 @@ class SessionStore:
 
     def has_room(self, n_bytes: int) -> bool:
         """Return whether a turn of `n_bytes` would be taken now; else it is counted as dropped."""
-        if n_bytes <= self._files.limit and self._queue.has_room(n_bytes):
+        if self._files.fits(n_bytes) and self._queue.has_room(n_bytes):
             return True
         self.counts["dropped"] += 1
         return False
