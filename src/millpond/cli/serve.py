@@ -409,10 +409,10 @@ def _stored_turns(llm: ServedLLM) -> str:
 
 
 def show_log(requests: bool) -> None:
-    """Write warnings and errors to stderr from now on, with their time, and perhaps a line per request.
+    """Write warnings and errors to stderr from now on, with their time.
 
     Args:
-        requests: Whether requests are written.
+        requests: Write a line per request, too.
     """
     from millpond.server.request_log import LOG
 

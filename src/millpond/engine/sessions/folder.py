@@ -175,7 +175,10 @@ class SessionFolder:
     # ------------------------------------------------------------------ writing
 
     def fits(self, n_bytes: int) -> bool:
-        """Return whether a turn is no larger than the limit; the first one that is larger is told in the log."""
+        """Return whether a turn is no larger than the limit.
+
+        The first one that is larger is told in the log.
+        """
         if n_bytes > self.limit and not self._was_too_large:
             self._was_too_large = True
             _log.warning(
