@@ -152,7 +152,7 @@ def shared_decoding() -> Tried:
     most = max(row["once over each"][2] for row in rows)
     return _shared_tried(
         f"x the decoded tokens a second of caches of their own: {'; '.join(shown)}; reading takes those {reading} x as "
-        "long, one run",
+        "long, one prompt's time for each",
         verdict(least - 1, most - 1, 0.6),
     )
 
