@@ -190,6 +190,12 @@ def rounded(value: Tensor) -> Any:
     return json.loads(json.dumps(value.tolist()), parse_float=lambda number: float(f"{float(number):.4g}"))
 
 
+def eager_model(name: str) -> Any:
+    """A model in float32 whose attention weights can be seen."""
+    family: Any = AutoModelForCausalLM
+    return family.from_pretrained(resolve(name, "f32"), dtype=torch.float32, attn_implementation="eager").eval()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", nargs="+", type=Path)
@@ -200,14 +206,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    folder, tokenizer = resolve(args.model, "f32"), load_tokenizer(args.model)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model, tokenizer = eager_model(args.model), load_tokenizer(args.model)
     found = {}
     for text in args.texts:
         ids = tokenizer(read_document(text), add_special_tokens=False, verbose=False).input_ids
         found[text.name] = measure(model, spread_windows(ids, None, args.length, args.windows))
     even, machine = gathered(even_columns(args.length)[None])[0], describe_machine()
-    digest = hashlib.sha256((Path(folder) / "model.safetensors").read_bytes())
+    digest = hashlib.sha256((Path(resolve(args.model, "f32")) / "model.safetensors").read_bytes())
     result = {
         "model": args.model,
         "weights_sha256": digest.hexdigest(),

@@ -19,11 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from attention_mass import SINK, by_layer, spearman
+from attention_mass import SINK, by_layer, eager_model, spearman
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from millpond.models.load import load_tokenizer, resolve
+from millpond.models.load import load_tokenizer
 from millpond_lab.bench.common.machine import describe_machine
 from millpond_lab.evals.harness.summary import resampled_interval
 from millpond_lab.train.text.data import read_document
@@ -108,8 +107,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="results of several models are added to it")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    folder, tokenizer = resolve(args.model, "f32"), load_tokenizer(args.model)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model, tokenizer = eager_model(args.model), load_tokenizer(args.model)
     values = []
     for text in args.texts:
         ids = tokenizer(read_document(text), add_special_tokens=False, verbose=False).input_ids

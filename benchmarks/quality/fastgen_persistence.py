@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_mass import by_layer
+from attention_mass import by_layer, eager_model
 from setting_texts import write
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from millpond.hf.tokenizer_source import TokenizerSource
 from millpond.kernels.decode_rules import UNBOUNDED
 from millpond.methods import METHODS
-from millpond.models.load import load_tokenizer, resolve
+from millpond.models.load import load_tokenizer
 from millpond.policy.head_rules import HeadRulesPolicy, NestedPlan
 from millpond.policy.needs import HeadRule
 from millpond.policy.view import View
@@ -81,8 +80,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file that rows are added to")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    folder, tokenizer = resolve(args.model, "f32"), load_tokenizer(args.model)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model, tokenizer = eager_model(args.model), load_tokenizer(args.model)
     group = model.config.num_attention_heads // model.config.num_key_value_heads
     built = METHODS.get("fastgen")(threshold=args.threshold)
     assert isinstance(built, HeadRulesPolicy)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import numpy as np
 
 from millpond_lab.evals.harness.summary import paired_interval, share_interval
 
+#: Where the file of a task lies, which rows do not tell.
+_FOLDER = re.compile(r"path=[^:]*/")
 #: (task, protocol, method, budget, codec) -> (sample, question) -> its record.
 Cells = dict[tuple[str, ...], dict[tuple[str, int], dict[str, Any]]]
 
@@ -63,7 +66,7 @@ def compared(
         whole = float(reference.mean())
         rows.append(
             {
-                "task": task,
+                "task": _FOLDER.sub("path=", task),
                 "protocol": protocol,
                 "method": method,
                 "budget": budget,
