@@ -59,13 +59,25 @@ def test_blocks_cut_the_rows_in_order(rows: str) -> None:
     assert all(begin < end for begin, end in found)
 
 
-def test_attention_to_parts_sums_to_what_is_counted() -> None:
+@pytest.mark.parametrize("n_parts", [2, 11], ids=["few", "more than a key has numbers"])
+@pytest.mark.parametrize("mixed", [False, True], ids=["in order", "in any order"])
+def test_attention_to_parts_sums_to_what_is_counted(n_parts: int, mixed: bool) -> None:
     torch.manual_seed(1)
     q, k = torch.randn(4, 12, 8), torch.randn(2, 12, 8)
-    places = torch.arange(12, dtype=torch.int32)
-    parts = torch.tensor([2, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1])  # the first key counts for none
-    found = attention_to_parts(q, k, places, places[None], AttentionShape(0.3), parts, 2)
+    places, rows = torch.arange(12, dtype=torch.int32), torch.tensor([1, 4, 5, 6, 11])
+    parts = torch.arange(12).sub(1).remainder(n_parts)
+    parts[0] = n_parts  # the first key counts for none
+    order = torch.randperm(12) if mixed else torch.arange(12)
+    shape = AttentionShape(0.3)
+    found = attention_to_parts(q[:, rows], k[:, order], places[rows], places[order][None], shape, parts[order], n_parts)
     dense = torch.softmax(
         (q.view(2, 2, 12, 8) @ k[:, None].mT * 0.3).masked_fill(places[None] > places[:, None], -torch.inf), -1
-    ).mean((0, 1))
-    assert torch.allclose(found, torch.stack([dense[:, 1:4].sum(1), dense[:, 4:].sum(1)], 1), atol=1e-6)
+    ).mean((0, 1))[rows]
+    expected = torch.stack([dense[:, parts == part].sum(1) for part in range(n_parts)], 1)
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_no_rows_give_no_parts() -> None:
+    q, k = torch.randn(4, 0, 8), torch.randn(2, 5, 8)
+    places = torch.arange(5, dtype=torch.int32)
+    assert attention_to_parts(q, k, places[:0], places[None], SHAPES[0], places.long(), 3).shape == (0, 3)

@@ -73,6 +73,8 @@ def attention_to_parts(
 ) -> Tensor:
     """Return (R, n_parts) float32: attention of each query to each part, mean over heads.
 
+    Of each head the sums are in the dtype of the queries.
+
     Args:
         q: (Hq, R, key_dim).
         k: (Hkv, N, key_dim), in any order.
@@ -82,10 +84,15 @@ def attention_to_parts(
         parts: (N,) int64, the part of each key, `n_parts` for keys that count for none.
         n_parts: Number of parts.
     """
-    sums = [p.mean((0, 1)) for p, _ in _probabilities(q, k, q_pos, k_pos, shape)]
-    masses = torch.cat(sums).float() if sums else q.new_zeros(0, k.shape[1], dtype=torch.float32)
-    out = torch.zeros(len(masses), n_parts + 1, dtype=torch.float32, device=q.device)
-    return out.index_add_(1, parts, masses)[:, :n_parts]
+    found = q.new_zeros(q.shape[1], n_parts, dtype=torch.float32)
+    width = k.shape[-1]
+    # attention over values that say which part an entry is of; as wide as keys, which every kernel takes
+    for first in range(0, n_parts if q.shape[1] else 0, width):
+        values = (parts[:, None] == torch.arange(first, first + width, device=parts.device)).to(k.dtype)
+        values = values[None].expand(len(k), -1, -1).contiguous()
+        shares = attend_scattered(q, k, values, q_pos, k_pos, shape).float().mean(0)
+        found[:, first : first + width] = shares[:, : n_parts - first]
+    return found
 
 
 def _blocks(places: Sequence[int]) -> Iterator[tuple[int, int]]:

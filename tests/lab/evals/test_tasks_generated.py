@@ -237,6 +237,17 @@ def test_facts_stand_in_prose_and_each_question_names_its_own(answer: str, value
     assert places == pytest.approx(sample.facts["depth"], abs=0.06)
 
 
+def test_facts_of_prose_stand_in_the_beginning_where_that_is_wanted() -> None:
+    (whole,), (early,) = (
+        draw(build("prose_facts", facts=3, questions=3, length=1000, **more), word_tokenizer())
+        for more in ({}, {"within": 0.2})
+    )
+    assert [q.references for q in early.questions] == [q.references for q in whole.questions]
+    assert early.facts["depth"] == pytest.approx([0.2 * depth for depth in whole.facts["depth"]], abs=0.001)
+    ends = [early.context.index(q.references[0]) / len(early.context) for q in early.questions]
+    assert 0 < max(ends) < 0.3 < max(whole.facts["depth"])
+
+
 def test_the_answers_of_prose_have_five_to_nine_tokens_and_are_wanted_whole() -> None:
     for answer in ("number", "phrase"):
         task = build("prose_facts", answer=answer, facts=8, questions=8, length=600)

@@ -83,6 +83,7 @@ def prose_facts(
         int, "how many of them are asked for, one after another in the protocol turns", SOME_POSITIONS
     ] = 1,
     essay: Annotated[str, "a text file to fill with, instead of sentences made here"] = "",
+    within: Annotated[float, "share of the text, from its beginning, in which the facts stand", Range(0.0, 1.0)] = 1.0,
 ) -> Task:
     """Answer questions about facts in prose, each with a number or a phrase that takes several tokens.
 
@@ -92,7 +93,7 @@ def prose_facts(
     source = Source("prose", essay)
 
     def write(rng: random.Random, index: int) -> Draft:
-        return _draft(rng, rng.sample(what, facts), value, questions, Haystack(source.sentences(rng)))
+        return _draft(rng, rng.sample(what, facts), value, questions, Haystack(source.sentences(rng)), within)
 
     return EnglishTask("prose_facts", length, write)
 
@@ -146,9 +147,14 @@ def _checked(
 
 
 def _draft(
-    rng: random.Random, told: list[str], value: Callable[[random.Random], str], questions: int, hay: Haystack
+    rng: random.Random,
+    told: list[str],
+    value: Callable[[random.Random], str],
+    questions: int,
+    hay: Haystack,
+    within: float = 1.0,
 ) -> Draft:
-    values, where = [value(rng) for _ in told], depths(rng, len(told))
+    values, where = [value(rng) for _ in told], [within * depth for depth in depths(rng, len(told))]
     needles = [(d, f"The {name} is {one}.") for d, name, one in zip(where, told, values, strict=True)]
     asked = rng.sample(range(len(told)), questions)
     texts = tuple(
