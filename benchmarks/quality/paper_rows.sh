@@ -2,16 +2,18 @@
 # The committed rows on SmolLM2 about what papers do otherwise, into benchmarks/results; then make docs-pages.
 #   DATA=FOLDER benchmarks/quality/paper_rows.sh PART ...    of: codecs tiers turns fastgen merging values
 #                                                      bytes masks rules ladder endings
+#                                                      alike needles early obeyed
 # DATA: folder with wikitext2_valid.txt, on which all calibrations are made, and with the judged texts, which are
 # wikitext2_test.txt, gutenberg/emma.txt and cpp_docs.md.txt. WINDOWS: of each text. BIN: folder of the programs.
-# OUT: folder of results.
+# MODEL: smollm2-135m by default. OUT: folder of results. SAMPLES: of a task. WORK: folder of the answers that tables of
+# tasks are made of, by default out.
 # shellcheck disable=SC2086  # one word for each option
 set -eu
 cd "$(dirname "$0")/../.."
 python=${BIN:-.venv/bin}/python
 out=${OUT:-benchmarks/results}
 data=${DATA:?names a folder with wikitext2_valid.txt, wikitext2_test.txt, gutenberg/emma.txt and cpp_docs.md.txt}
-model=smollm2-135m
+model=${MODEL:-smollm2-135m}
 windows=${WINDOWS:-2}
 size="--windows $windows --prompt 512"
 texts="--text wiki=$data/wikitext2_test.txt --text novel=$data/gutenberg/emma.txt --text cpp=$data/cpp_docs.md.txt"
@@ -20,6 +22,26 @@ measure() {
   script=$1
   shift
   "$python" "benchmarks/quality/$script.py" "$model" "$@" $texts
+}
+
+# answered SAMPLES NAME OPTION ...: questions of a task, into the folder NAME of WORK; goes on where it stopped
+answered() {
+  samples=$1 name=$2
+  shift 2
+  "${BIN:-.venv/bin}/millpond" eval --model "$model" --seed 7 --threads 1 --samples "${SAMPLES:-$samples}" \
+    --out "${WORK:-out}/$name" "$@"
+}
+
+# asked NAME: the table of what `answered` wrote there
+asked() {
+  "$python" benchmarks/quality/real_recall.py "${WORK:-out}/$1" --out "$out/$1.json"
+}
+
+# few_bits COMMAND ...: with MiKV's formats for what h2o would evict, and with h2o in no fewer bytes
+few_bits() {
+  for setting in "full" "h2o --budget 20%,29%,36%" "h2o --budget 20% --codec int8_mikv,int8_mikv3,int8_mikv4"; do
+    "$@" --method $setting
+  done
 }
 
 for part in "$@"; do
@@ -87,14 +109,37 @@ for part in "$@"; do
     endings)
       # a choice of the form of COPA and OpenBookQA
       for setting in "full" "h2o,streaming --budget 4%,10%,20%,50%"; do
-        "${BIN:-.venv/bin}/millpond" eval --model "$model" --dtype f32 --seed 7 --threads 1 --batch-size 16 \
-          --samples "${SAMPLES:-100}" --protocol aware --tasks "endings:path=$data/wikitext2_test.txt" \
-          --out "${WORK:-out/endings}" --method $setting
+        answered 100 endings --dtype f32 --batch-size 16 --protocol aware \
+          --tasks "endings:path=$data/wikitext2_test.txt" --method $setting
       done
-      "$python" benchmarks/quality/real_recall.py "${WORK:-out/endings}" --out "$out/endings.json"
+      asked endings
+      ;;
+    alike)
+      # neighbouring keys, over texts and over layers
+      measure key_similarity --windows 4 --prompt 1024 --out "$out/key-similarity.json"
+      ;;
+    needles)
+      # a needle at each depth, the question known: heads that compete, layers of their own budgets, merging
+      task=needle:lengths=1024+2048:depths=10:essay=$data/gutenberg/emma.txt
+      for setting in "full" "snapkv,ada,pyramidkv,h2o,ems,streaming --budget 3%,6%,20%"; do
+        answered 40 needles --dtype bf16 --batch-size 4 --protocol aware --tasks "$task" --method $setting
+      done
+      asked needles
+      ;;
+    early)
+      # MiKV: facts in the first twentieth of a text that is evicted from, or stored in few bits
+      task=prose_facts:length=1024:facts=3:questions=3:within=0.05:essay=$data/gutenberg/emma.txt
+      few_bits answered 20 early --dtype bf16 --batch-size 4 --protocol agnostic --tasks "$task"
+      asked early
+      ;;
+    obeyed)
+      # MiKV: rules of a system message; of a model that obeys rules, which MODEL names
+      task=instructions:length=1024:rules=3:questions=3:examples=2:essay=$data/gutenberg/emma.txt
+      few_bits answered 20 obeyed --dtype bf16 --batch-size 4 --protocol agnostic --tasks "$task"
+      asked obeyed
       ;;
     *)
-      echo "no part called $part; there are: codecs tiers turns fastgen merging values bytes masks rules ladder endings" >&2
+      echo "no part called $part; there are: codecs tiers turns fastgen merging values bytes masks rules ladder endings alike needles early obeyed" >&2
       exit 2
       ;;
   esac

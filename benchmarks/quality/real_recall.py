@@ -20,7 +20,7 @@ import numpy as np
 from millpond_lab.evals.harness.summary import paired_interval, share_interval
 
 #: Where the file of a task lies, which rows do not tell.
-_FOLDER = re.compile(r"path=[^:]*/")
+_FOLDER = re.compile(r"(path|essay)=[^:]*/")
 #: (task, protocol, method, budget, codec) -> (sample, question) -> its record.
 Cells = dict[tuple[str, ...], dict[tuple[str, int], dict[str, Any]]]
 
@@ -66,7 +66,7 @@ def compared(
         whole = float(reference.mean())
         rows.append(
             {
-                "task": _FOLDER.sub("path=", task),
+                "task": _FOLDER.sub(r"\1=", task),
                 "protocol": protocol,
                 "method": method,
                 "budget": budget,

@@ -45,16 +45,21 @@ def parse(setting: str, held: Mapping[str, float], prompt: int) -> dict[str, Any
         {'method': 'ada', 'budget': '50%', 'codec': 'int8', 'score': 'h2o'}
         >>> parse("h2o@=fastgen", {"fastgen": 0.7}, 512)["budget"]
         352
+        >>> parse("ada:score=snapkv/pool=avg@50%", {}, 512)["score"]
+        'snapkv/pool=avg'
     """
-    given, _, codec = setting.rpartition("/") if "/" in setting else (setting, "", "auto")
-    named, _, rest = given.partition("@")
+    named, at, rest = setting.partition("@")
+    if at:
+        rest, _, codec = rest.partition("/")
+    else:
+        named, _, codec = named.partition("/")
     budget: str | int | None = None
     if rest.startswith("="):
         budget = int(held[rest[1:]] * prompt) // PAGE * PAGE
     elif rest:
         budget = rest
     method, *options = named.split(":")
-    return {"method": method, "budget": budget, "codec": codec, **dict(one.split("=", 1) for one in options)}
+    return {"method": method, "budget": budget, "codec": codec or "auto", **dict(one.split("=", 1) for one in options)}
 
 
 def is_calibrated(setting: str) -> bool:

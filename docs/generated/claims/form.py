@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -51,9 +52,26 @@ def verdict(low: float, high: float, wanted: float) -> str:
     return REPRODUCED if low >= wanted else PARTLY
 
 
+def of_all(verdicts: Sequence[str]) -> str:
+    """One verdict of several pairs.
+
+    Example:
+        >>> of_all(["reproduced", "no difference seen"]), of_all(["contradicted", "no difference seen"])
+        ('partly', 'contradicted')
+    """
+    if len(set(verdicts)) == 1:
+        return verdicts[0]
+    return PARTLY if {REPRODUCED, PARTLY} & {*verdicts} else CONTRADICTED
+
+
 def over_windows(values: Sequence[float]) -> Interval:
     """The mean of what windows gave, with its 95 % interval."""
     return resampled_interval(np.array(values, float), np.ones(len(values)), SEED)
+
+
+def figure(values: Sequence[float], digits: int = 2) -> str:
+    """The median, and the least and the largest."""
+    return f"{np.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 def shown(found: Interval) -> str:
@@ -74,3 +92,9 @@ def within(found: Interval, most: float) -> str:
 def ahead(less: Sequence[float], more: Sequence[float]) -> Interval:
     """By how much the losses `less` are below `more`, window by window."""
     return over_windows([theirs - own for own, theirs in zip(less, more, strict=True)])
+
+
+def found_share(row: Mapping[str, Any]) -> str:
+    """The score of a row of answers with its interval."""
+    score = row["score"]
+    return f"{score['mean']:.2f} ({score['low']:.2f} to {score['high']:.2f})"

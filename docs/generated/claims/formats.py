@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
+from generated.claims import settings as judged
 from generated.claims.form import (
     CONTRADICTED,
     NO_LOSS,
     PARTLY,
     REPRODUCED,
+    UNSEEN,
     Claim,
     Tried,
     ahead,
+    of_all,
     over_windows,
     shown,
     within,
@@ -66,13 +70,48 @@ def mikv() -> Tried:
     return codec_loss(judge, "bf16", "int8_mikv", "int8_mikv3", "int8_mikv4", method="h2o")
 
 
+#: What each step of KVQuant's ladder is called, in the order in which it is climbed.
+STEPS = {
+    "int": "integers of tokens",
+    "channel": "keys by channels",
+    "pre_rope": "before RoPE",
+    "nuq": "tables",
+    "outliers": "1 % apart",
+    "sink": "first entry",
+}
+
+
+def ladder() -> Tried:
+    """KVQuant's steps, each beside the one before it on the same windows."""
+    parts, held, verdicts, models = [], [], [], []
+    for name, own in read("kvquant-ladder")["models"].items():
+        for bits in (3, 2):
+            settings = [f"full/kvquant{bits}_{step}" for step in STEPS]
+            kl = judged.losses(own, *settings)
+            leads = [ahead(more, less) for less, more in itertools.pairwise(kl)]
+            verdicts += [REPRODUCED if lead.low > 0 else CONTRADICTED if lead.high < 0 else UNSEEN for lead in leads]
+            first, *later = (
+                f"{says} {over_windows(one).mean:.3f}" for says, one in zip(STEPS.values(), kl, strict=True)
+            )
+            steps = [
+                f"{says} (less by {lead.low:.3f} to {lead.high:.3f})" for says, lead in zip(later, leads, strict=True)
+            ]
+            parts.append(f"{name} {bits} bits: {', '.join([first, *steps])}")
+            held.append(", ".join(f"{judged.share(own, one):.0%}" for one in settings))
+        models.append(f"{name}, {len(kl[0])} windows of {own['prompt']:,} of three texts")
+    return Tried(
+        f"KL in nats a token; {'; '.join(parts)}",
+        "; ".join(held),
+        " and ".join(models),
+        "kvquant-ladder.json",
+        "benchmarks/quality/kvquant_ladder.py",
+        of_all(verdicts),
+    )
+
+
 CLAIMS = (
     Claim("KVQuant", "3 bits cost less than 0.1 of perplexity", kvquant),
-    Claim(
-        "KVQuant",
-        "each step keeps more: channels, before RoPE, tables, outliers, the first entry",
-        "`benchmarks/quality/paper_rows.sh ladder`",
-    ),
+    Claim("KVQuant", "each step keeps more: channels, before RoPE, tables, outliers, the first entry", ladder),
     Claim("ThinK", "40 % of the key channels leave without loss", think),
     Claim("MiKV", "few bits in place of evicting keep what eviction loses, in as many bytes", mikv),
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from generated.claims.form import CONTRADICTED, PARTLY, REPRODUCED, UNSEEN, Claim, Tried, verdict
+from generated.claims.form import CONTRADICTED, PARTLY, REPRODUCED, UNSEEN, Claim, Tried, found_share, verdict
 from generated.claims.text import of_text
 from generated.results import RESULTS, read
 
@@ -176,8 +176,7 @@ def choices() -> Tried:
     ]
     difference = fifth["difference"]
     return Tried(
-        f"of four endings the full cache finds {score['mean']:.2f} ({score['low']:.2f} to {score['high']:.2f}); "
-        f"others less that: {'; '.join(each)}",
+        f"of four endings the full cache finds {found_share(full)}; others less that: {'; '.join(each)}",
         f"{fifth['bytes']:.0%} at 20%, in whole pages",
         f"SmolLM2-135M, {full['questions']} paragraphs of WikiText-2, five examples each",
         "endings.json",

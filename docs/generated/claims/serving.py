@@ -1,4 +1,4 @@
-"""Claims about serving: batches, shared beginnings, stored chunks, layouts of devices, paging."""
+"""Claims about serving: batches, shared beginnings, stored chunks."""
 
 from __future__ import annotations
 
@@ -7,17 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from generated.claims.form import CONTRADICTED, PARTLY, REPRODUCED, UNSEEN, Claim, Tried, verdict
-from generated.results import RESULTS, read
-
-
-def _figure(values: Sequence[float], digits: int = 2) -> str:
-    """The median, and the least and the largest."""
-    return f"{np.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
-
-
-def _middle(values: Sequence[float]) -> float:
-    return float(np.mean(values))
+from generated.claims.form import CONTRADICTED, PARTLY, REPRODUCED, UNSEEN, Claim, Tried, figure, of_all, verdict
+from generated.results import read
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float, float]:
@@ -90,12 +81,36 @@ def batch_parts() -> Tried:
     return Tried(
         "CPU seconds without a part, over all of them: "
         + "; ".join(f"{name} {_shown(gains[part])}" for part, name in names.items())
-        + (f"; the order with unequal answers {_figure(unequal)}" if unequal else ""),
+        + (f"; the order with unequal answers {figure(unequal)}" if unequal else ""),
         "a quarter of what the prompts take",
         f"random Llama of 2 layers, {len(rows)} cells that share, medians of {data['load']['repeats']} runs each",
         "batch-grid.json",
         "benchmarks/performance/batch_grid.py",
         REPRODUCED if all(adds) else PARTLY if any(adds) else UNSEEN,
+    )
+
+
+# ---------------------------------------------------------------------- more requests in one memory
+
+
+def d2o() -> Tried:
+    """Tokens a second where the memory holds four requests with their full caches."""
+    data = read("merging-load")
+    load, rows = data["load"], data["results"]
+    rates = {method: [row["tokens_per_s"] for row in rows if row["method"] == method] for method in load["methods"]}
+    gains, h2o = (
+        [own / full for own, full in zip(rates[method], rates["full"], strict=True)] for method in ("d2o", "h2o")
+    )
+    flight = max(row["most_in_flight"] for row in rows if row["method"] == "d2o")
+    return Tried(
+        f"tokens a second {figure(gains)} x the full cache in {len(gains)} rounds, {flight} requests in flight in "
+        f"place of {load['whole']:g}; `h2o`, which merges nothing, {figure(h2o)} x",
+        f"{data['kv_bytes'] / 2**20:,.0f} MiB for all caches; a fifth of the entries",
+        f"random Llama of {load['layers']} layers, width 1,024, {load['kv_heads']} heads, {load['requests']} "
+        f"requests of {load['prompt']:,} + {load['answer']:,}",
+        "merging-load.json",
+        "benchmarks/performance/engine_load.py",
+        verdict(min(gains) - 1, max(gains) - 1, 2.0),
     )
 
 
@@ -190,209 +205,84 @@ def chunks_first_token() -> Tried:
     )
 
 
-def _served(field: str, way: str, other: str) -> list[float]:
+#: Rows of streams with chunks of 64 tokens, and with longer ones.
+STREAMS = ("chunk-serving", "chunk-serving-long")
+
+
+def _served(rows: Sequence[dict[str, Any]], field: str, way: str, other: str) -> list[float]:
     """A field of a way over that of another, of each stream."""
-    rows = read("chunk-serving")["rows"]
     value: dict[tuple[Any, ...], float] = {(row["in_flight"], row["seed"], row["way"]): row[field] for row in rows}
     return [value[(*stream, way)] / value[(*stream, other)] for *stream, name in value if name == way]
 
 
-def _served_tried(shown: str, verdict_of: str) -> Tried:
-    data = read("chunk-serving")
+def _stream(data: dict[str, Any]) -> str:
     load, rows = data["load"], data["rows"]
-    repeated = np.mean([row["repeated"] for row in rows])
     flights = " or ".join(str(n) for n in sorted({row["in_flight"] for row in rows}))
+    return (
+        f"{len({(row['in_flight'], row['seed']) for row in rows})} of {load['queries']} requests of {load['picked']} "
+        f"chunks of {load['tokens']}, {np.mean([row['repeated'] for row in rows]):.0%} repeated, {flights} in flight"
+    )
+
+
+def _served_tried(shown: Callable[[Sequence[dict[str, Any]]], tuple[str, str]]) -> Tried:
+    """`shown` says what came out of the rows of a load, and its verdict."""
+    loads = [read(name) for name in STREAMS]
+    found = [shown(data["rows"]) for data in loads]
     return Tried(
-        shown,
+        "; ".join(f"chunks of {data['load']['tokens']}: {says}" for data, (says, _) in zip(loads, found, strict=True)),
         "chunks as they are, no limit",
-        f"SmolLM2-135M, streams of {load['queries']} requests of {load['picked']} chunks of {load['tokens']}, "
-        f"{repeated:.0%} repeated, {flights} in flight",
-        "chunk-serving.json",
+        f"SmolLM2-135M, streams: {'; '.join(map(_stream, loads))}",
+        f"{STREAMS[-1]}.json",
         "benchmarks/performance/chunk_serving.py",
-        verdict_of,
+        of_all([verdict_of for _, verdict_of in found]),
     )
 
 
 def served_tokens() -> Tried:
     """Tokens computed in a stream of requests with stored chunks."""
-    over_all, over_prefix = _served("read", "both", "plain"), _served("read", "both", "prefix")
-    same = [row["same"] for row in read("chunk-serving")["rows"] if row["way"] == "both"]
-    reached = max(over_all) <= 0.25, max(over_prefix) <= 0.49
-    return _served_tried(
-        f"{1 - np.median(over_all):.0%} less than everything, {1 - np.median(over_prefix):.0%} less than with a prefix "
-        f"cache (medians of {len(over_all)} streams; most computed {max(over_all):.2f} and {max(over_prefix):.2f}); "
-        f"{np.mean(same):.0%} of first tokens the same",
-        REPRODUCED if all(reached) else PARTLY if max(over_prefix) < 1 else CONTRADICTED,
-    )
+
+    def shown(rows: Sequence[dict[str, Any]]) -> tuple[str, str]:
+        over_all, over_prefix = _served(rows, "read", "both", "plain"), _served(rows, "read", "both", "prefix")
+        same = [row["same"] for row in rows if row["way"] == "both"]
+        reached = max(over_all) <= 0.25, max(over_prefix) <= 0.49
+        return (
+            f"{1 - np.median(over_all):.0%} less than everything, {1 - np.median(over_prefix):.0%} less than with a "
+            f"prefix cache, {np.mean(same):.0%} of first tokens the same",
+            REPRODUCED if all(reached) else PARTLY if max(over_prefix) < 1 else CONTRADICTED,
+        )
+
+    return _served_tried(shown)
 
 
 def served_times() -> Tried:
     """Throughput and latency of a stream of requests with stored chunks, beside a prefix cache."""
-    rates = [1 / found for found in _served("cpu_s", "both", "prefix")]
-    latencies = [1 / found for found in _served("latency", "both", "prefix")]
-    firsts = [1 / found for found in _served("first", "both", "prefix")]
-    wanted = min(min(rates) - 1.6, min(latencies) - 2.0) >= 0
-    return _served_tried(
-        f"requests a CPU second {_figure(rates)} x those with a prefix cache; latency {_figure(latencies)} x and the "
-        f"first token {_figure(firsts)} x sooner; {len(rates)} streams",
-        REPRODUCED if wanted else verdict(min(rates) - 1, max(rates) - 1, float("inf")),
-    )
 
+    def shown(rows: Sequence[dict[str, Any]]) -> tuple[str, str]:
+        rates, latencies, firsts = (
+            [1 / found for found in _served(rows, field, "both", "prefix")] for field in ("cpu_s", "latency", "first")
+        )
+        wanted = min(min(rates) - 1.6, min(latencies) - 2.0) >= 0
+        return (
+            f"requests a CPU second {figure(rates)} x those with a prefix cache, latency {figure(latencies)} x and "
+            f"the first token {figure(firsts)} x sooner",
+            REPRODUCED if wanted else verdict(min(rates) - 1, max(rates) - 1, float("inf")),
+        )
 
-# ---------------------------------------------------------------------- layouts
-
-
-def split() -> Tried:
-    """Goodput with prompts apart from answers."""
-    rows = [row for row in read("whether-to-split-2")["results"] if row["cache"] == "full"]
-    gains = [
-        row["apart"]["goodput_per_device"] / row["together"]["goodput_per_device"]
-        for row in rows
-        if row["together"]["goodput_per_device"]
-    ]
-    return Tried(
-        f"apart at most {max(gains):.2f} x together, over {len(rows)} loads and links; simulated",
-        "full caches",
-        "OPT-13B by the A100's published step times, 2 devices",
-        "whether-to-split-2.md",
-        "benchmarks/performance/whether_to_split.py",
-        PARTLY if max(gains) > 1 else CONTRADICTED,
-    )
-
-
-#: Kinds of layouts in `slo-scale.json`: with our kernels' times in common, and vLLM's.
-SAME, VLLM, APART = "together, steps of", "together, vLLM's times", "apart"
-
-
-def _best(kind: str, rates: bool) -> dict[tuple[str, float], list[float]]:
-    """By load and rate what the layout of a kind with the best mean needs or serves, by seed.
-
-    rates: scales at each rate; else goodput, at a rate of 0.
-    """
-    found: dict[tuple[str, float], dict[str, list[float]]] = {}
-    for row in read("slo-scale")["rows"]:
-        if row["kind"].startswith(kind):
-            for rate, figure in row["scales"] if rates else [(0.0, row["goodput"])]:
-                layouts = found.setdefault((row["load"], rate), {})
-                layouts.setdefault(f"{row['kind']}: {row['layout']}", []).append(figure)
-    return {
-        at: min(layouts.values(), key=_middle) if rates else max(layouts.values(), key=_middle)
-        for at, layouts in found.items()
-    }
-
-
-def _layouts_tried(shown: str, verdict_of: str) -> Tried:
-    data = read("slo-scale")
-    seeds = len({row["seed"] for row in data["rows"]})
-    return Tried(
-        shown,
-        "full caches in 72 GB a device",
-        f"OPT-13B by the A100's published step times, {seeds} seeds of {data['load']['requests']} requests; simulated",
-        "slo-scale.json",
-        "benchmarks/performance/slo_scale.py",
-        verdict_of,
-    )
-
-
-def tighter_limits() -> Tried:
-    """How much tighter limits are kept with prompts apart from answers, at the same rate of each device."""
-    apart = _best(APART, True)
-    ratios = {
-        kind: {at: [b / a for a, b in zip(apart[at], scales, strict=True)] for at, scales in _best(kind, True).items()}
-        for kind in (SAME, VLLM)
-    }
-    kept = [at for at, scales in apart.items() if max(scales) <= 1]
-    same, vllm = (max((ratios[kind][at] for at in kept), key=_middle) for kind in (SAME, VLLM))
-    most, beyond = max(ratios[VLLM].items(), key=lambda pair: _middle(pair[1]))
-    return _layouts_tried(
-        f"at most {_figure(vllm)} x those of vLLM's step times together, where apart keeps the paper's limits, and "
-        f"{_figure(same)} x those of the same kernels together; at {most[1]:g} requests a second and device, more than "
-        f"vLLM's times can serve, {_figure(beyond, 0)} x",
-        verdict(min(vllm) - 1, max(vllm) - 1, 12.6 - 1),
-    )
-
-
-def goodput() -> Tried:
-    """Goodput with prompts apart from answers, beside vLLM's step times."""
-    apart, same, vllm = (_best(kind, False) for kind in (APART, SAME, VLLM))
-    at = next(iter(vllm))
-    over_vllm, over_same = ([a / b for a, b in zip(apart[at], other[at], strict=True)] for other in (vllm, same))
-    return _layouts_tried(
-        f"requests a second and device {_figure(over_vllm)} x those of vLLM's step times together, and "
-        f"{_figure(over_same)} x those of the same kernels together",
-        verdict(min(over_vllm) - 1, max(over_vllm) - 1, 7.4 - 1),
-    )
-
-
-# ---------------------------------------------------------------------- paging
-
-
-def paging() -> Tried:
-    """Misses with right and with wrong bits."""
-    data = read("paging-errors")
-    misses: dict[tuple[str, Any], list[float]] = {}
-    for row in data["rows"]:
-        misses.setdefault((row["rule"], row["wrong"]), []).append(row["misses"])
-    (least,), (lru,) = misses["belady", None], misses["lru", None]
-    errors = sorted(wrong for rule, wrong in misses if rule == "mark0")
-    shown = [
-        f"{wrong} % {np.mean(misses['mark0', wrong]) / least:.3f} "
-        f"({min(misses['mark0', wrong]) / least:.3f} to {max(misses['mark0', wrong]) / least:.3f})"
-        for wrong in (0, 5, 20, errors[-1])
-    ]
-    within = all(row["misses"] <= row["bound"] for row in data["rows"] if "bound" in row)
-    worst = max(misses["learned", errors[-1]]) / lru
-    near = max(misses["mark0", 0]) <= 1.01 * least
-    little = max(misses["mark0", 20]) < lru and worst <= 1.02
-    seeds = len(misses["mark0", errors[-1]])
-    return Tried(
-        f"misses of `mark0` over the least possible by wrong bits: {', '.join(shown)}; LRU {lru / least:.3f}, "
-        f"`learned` with {errors[-1]} % wrong at most {worst:.3f} x LRU; "
-        f"{'all' if within else 'not all'} within the theorems",
-        f"{data['load']['pages']:,} blocks",
-        f"Mooncake's conversation trace, {data['load']['requests']:,} requests, {seeds} seeds",
-        "paging-errors.json",
-        "benchmarks/performance/paging_errors.py",
-        REPRODUCED if near and little and within else PARTLY if near else CONTRADICTED,
-    )
-
-
-def _when_run(rows: str, tried: Callable[[], Tried], script: str) -> Callable[[], Tried] | str:
-    """What came out, or the command where there are no rows yet."""
-    return tried if (RESULTS / f"{rows}.json").exists() else f"`benchmarks/performance/{script}`"
+    return _served_tried(shown)
 
 
 CLAIMS = (
     Claim("BatchLLM", "1.1 to 2 x by common beginnings and a planned order", batch),
+    Claim("BatchLLM", "1.1 to 2 x over degrees of sharing, memories and answers", batch_grid),
     Claim(
-        "BatchLLM",
-        "1.1 to 2 x over degrees of sharing, memories and answers",
-        _when_run("batch-grid", batch_grid, "batch_grid.py"),
+        "BatchLLM", "groups, the order by answers, batching by memory and the one kernel each add to it", batch_parts
     ),
-    Claim(
-        "BatchLLM",
-        "groups, the order by answers, batching by memory and the one kernel each add to it",
-        _when_run("batch-grid", batch_parts, "batch_grid.py"),
-    ),
+    Claim("D2O", "more than 3 x the throughput", d2o),
     Claim("ChunkAttention", "3.2 to 4.8 x attention over shared prompts", shared_attention),
     Claim("ChunkAttention", "70 to 90 % less memory for keys and values", shared_memory),
     Claim("ChunkAttention", "1.6 to 2.3 x tokens a second end to end", shared_decoding),
     Claim("Cache-Craft", "75 % less is computed, and answers stay", chunks_computed),
-    Claim(
-        "Cache-Craft",
-        "51 % less is computed than with a prefix cache, 75 % less than all",
-        _when_run("chunk-serving", served_tokens, "chunk_serving.py"),
-    ),
+    Claim("Cache-Craft", "51 % less is computed than with a prefix cache, 75 % less than all", served_tokens),
     Claim("Cache-Craft", "2 x less latency", chunks_first_token),
-    Claim(
-        "Cache-Craft",
-        "1.6 x throughput and 2 x less latency with requests in flight",
-        _when_run("chunk-serving", served_times, "chunk_serving.py"),
-    ),
-    Claim("DistServe", "prompts apart from answers serve more requests", split),
-    Claim("DistServe", "they serve up to 7.4 x the requests of vLLM", goodput),
-    Claim("DistServe", "they keep up to 12.6 x tighter limits than vLLM", tighter_limits),
-    Claim(
-        "Paging with Succinct Predictions", "a bit a block comes near the optimum, and wrong bits cost little", paging
-    ),
+    Claim("Cache-Craft", "1.6 x throughput and 2 x less latency with requests in flight", served_times),
 )

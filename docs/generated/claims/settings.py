@@ -7,7 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from generated.claims.form import CONTRADICTED, PARTLY, REPRODUCED, UNSEEN, Claim, Tried, ahead, over_windows, shown
+from generated.claims.form import (
+    CONTRADICTED,
+    PARTLY,
+    REPRODUCED,
+    SEED,
+    UNSEEN,
+    Claim,
+    Tried,
+    ahead,
+    of_all,
+    over_windows,
+    shown,
+    verdict,
+)
 from generated.results import read
 
 #: The most that two measures of one divergence may differ by, as a share of it.
@@ -33,6 +46,38 @@ def losses(own: dict[str, Any], *settings: str) -> list[list[float]]:
 def share(own: dict[str, Any], setting: str) -> float:
     """The mean share of the bytes that a setting holds."""
     return over_windows([one for row in own["settings"][setting].values() for one in row["bytes"]]).mean
+
+
+def _keys() -> Tried:
+    """How much the similarity of neighbouring keys differs between layers, and between texts."""
+    parts, verdicts = [], []
+    for name, own in read("key-similarity")["models"].items():
+        values = np.array([text["beside"] for text in own["texts"].values()])  # texts, windows, layers
+        drawn = np.mean([text["random"] for text in own["texts"].values()])
+        places = np.random.default_rng(SEED).integers(0, values.shape[1], (2000, len(values), values.shape[1]))
+        found = [_spreads(np.take_along_axis(values, place[..., None], 1)) for place in places]
+        layers, texts = _spreads(values)
+        low, high = np.quantile([one / other for one, other in found], (0.025, 0.975))
+        parts.append(
+            f"{name} cosine {values.mean():.2f}, of keys at random {drawn:.2f}; deviation over layers {layers:.3f}, "
+            f"over texts {texts:.3f}, {layers / texts:.1f} ({low:.1f} to {high:.1f}) x as much"
+        )
+        verdicts.append(verdict(low - 1, high - 1, 0.0) if values.mean() > drawn else CONTRADICTED)
+        windows = f"{own['windows']} windows of {own['length']:,} of each of {len(values)} texts"
+    return Tried(
+        "; ".join(parts),
+        "full cache",
+        windows,
+        "key-similarity.json",
+        "benchmarks/quality/key_similarity.py",
+        of_all(verdicts),
+    )
+
+
+def _spreads(values: Any) -> tuple[float, float]:
+    """The deviation over layers within a text, and over texts within a layer, of (texts, windows, layers)."""
+    means = values.mean(1)
+    return float(means.std(1, ddof=1).mean()), float(means.std(0, ddof=1).mean())
 
 
 def beside(*sides: Sides) -> Callable[[], Tried]:
@@ -63,7 +108,7 @@ def beside(*sides: Sides) -> Callable[[], Tried]:
             " and ".join(counts),
             "setting-texts.json",
             "benchmarks/quality/setting_texts.py",
-            _of_all(verdicts),
+            of_all(verdicts),
         )
 
     return tried
@@ -71,18 +116,6 @@ def beside(*sides: Sides) -> Callable[[], Tried]:
 
 def _order(found: Any) -> str:
     return REPRODUCED if found.low > 0 else CONTRADICTED if found.high < 0 else UNSEEN
-
-
-def _of_all(verdicts: list[str]) -> str:
-    """One verdict of several pairs.
-
-    Example:
-        >>> _of_all(["reproduced", "no difference seen"]), _of_all(["contradicted", "no difference seen"])
-        ('partly', 'contradicted')
-    """
-    if len(set(verdicts)) == 1:
-        return verdicts[0]
-    return PARTLY if REPRODUCED in verdicts else CONTRADICTED
 
 
 def _short(setting: str) -> str:
@@ -167,9 +200,15 @@ CLAIMS = (
         "merging keeps more than H2O and CaM, at 50 and 35 %",
         beside(("kvmerger@512", ("h2o@512", "cam@512")), ("kvmerger@352", ("h2o@352", "cam@352"))),
     ),
+    Claim("KVMerger", "neighbouring keys are alike, more by the layer than by the text", _keys),
     Claim(
         "ThinK",
         "over SnapKV and H2O, fewer channels keep more than fewer entries",
-        "`benchmarks/quality/paper_rows.sh bytes`",
+        beside(
+            ("snapkv@512/think", ("snapkv@448",)),
+            ("snapkv@512/think:0.5", ("snapkv@384",)),
+            ("h2o@512/think", ("h2o@448",)),
+            ("h2o@512/think:0.5", ("h2o@384",)),
+        ),
     ),
 )

@@ -7,13 +7,23 @@ where the direction is the paper's and the size is not; *contradicted* where the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from generated.claims import formats, h2o, serving, settings, text, trained
+from generated.claims import answers, formats, h2o, layouts, serving, settings, text, trained
 from generated.claims.form import Claim
 from millpond_lab.bench.common.report import markdown_table
 
-_ALL = (*h2o.CLAIMS, *text.CLAIMS, *settings.CLAIMS, *formats.CLAIMS, *trained.CLAIMS, *serving.CLAIMS)
+_ALL = (
+    *h2o.CLAIMS,
+    *text.CLAIMS,
+    *settings.CLAIMS,
+    *formats.CLAIMS,
+    *answers.CLAIMS,
+    *trained.CLAIMS,
+    *serving.CLAIMS,
+    *layouts.CLAIMS,
+)
 _PAPERS = list(dict.fromkeys(claim.paper for claim in _ALL))
 #: Those of one paper together, papers in the order of their first claims.
 CLAIMS = tuple(sorted(_ALL, key=lambda claim: _PAPERS.index(claim.paper)))
@@ -29,9 +39,12 @@ There are [more pairs of methods](../explanation/orderings.md) on a model of our
 
 
 def claims_table(claims: Sequence[Claim] = CLAIMS) -> str:
-    """The table of all claims."""
+    """How many claims have each verdict, and the table of all."""
     head = ("paper", "it says", "here", "bytes", "model", "rows, script", "verdict")
-    return markdown_table(head, [_line(claim) for claim in claims])
+    lines = [_line(claim) for claim in claims]
+    counts = Counter(line[-1] for line in lines).most_common()
+    told = ", ".join(f"{count} {verdict}" for verdict, count in counts)
+    return f"{len(lines)} claims: {told}.\n\n{markdown_table(head, lines)}"
 
 
 def _line(claim: Claim) -> tuple[str, ...]:
