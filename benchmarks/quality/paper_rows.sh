@@ -2,7 +2,7 @@
 # The committed rows on SmolLM2 about what papers do otherwise, into benchmarks/results; then make docs-pages.
 #   DATA=FOLDER benchmarks/quality/paper_rows.sh PART ...    of: codecs tiers turns fastgen merging values
 #                                                      bytes masks rules ladder endings
-#                                                      alike needles early obeyed
+#                                                      alike known early obeyed
 # DATA: folder with wikitext2_valid.txt, on which all calibrations are made, and with the judged texts, which are
 # wikitext2_test.txt, gutenberg/emma.txt and cpp_docs.md.txt. WINDOWS: of each text. BIN: folder of the programs.
 # MODEL: smollm2-135m by default. OUT: folder of results. SAMPLES: of a task. WORK: folder of the answers that tables of
@@ -118,13 +118,13 @@ for part in "$@"; do
       # neighbouring keys, over texts and over layers
       measure key_similarity --windows 4 --prompt 1024 --out "$out/key-similarity.json"
       ;;
-    needles)
-      # a needle at each depth, the question known: heads that compete, layers of their own budgets, merging
-      task=needle:lengths=1024+2048:depths=10:essay=$data/gutenberg/emma.txt
+    known)
+      # facts, the question known: heads that compete, layers with budgets of their own, merging
+      task=prose_facts:length=2048:facts=3:essay=$data/gutenberg/emma.txt
       for setting in "full" "snapkv,ada,pyramidkv,h2o,ems,streaming --budget 3%,6%,20%"; do
-        answered 40 needles --dtype bf16 --batch-size 4 --protocol aware --tasks "$task" --method $setting
+        answered 40 known-facts --dtype bf16 --batch-size 4 --protocol aware --tasks "$task" --method $setting
       done
-      asked needles
+      asked known-facts
       ;;
     early)
       # MiKV: facts in the first twentieth of a text that is evicted from, or stored in few bits
@@ -139,7 +139,7 @@ for part in "$@"; do
       asked obeyed
       ;;
     *)
-      echo "no part called $part; there are: codecs tiers turns fastgen merging values bytes masks rules ladder endings alike needles early obeyed" >&2
+      echo "no part called $part; there are: codecs tiers turns fastgen merging values bytes masks rules ladder endings alike known early obeyed" >&2
       exit 2
       ;;
   esac

@@ -14,6 +14,8 @@ from millpond_lab.evals.harness.summary import Interval, resampled_interval
 SEED = 7
 #: KL in nats a token that counts as no loss: a hundredth of the perplexity.
 NO_LOSS = 0.01
+#: Of what the full cache finds, the share that counts as all.
+ALL = 0.95
 REPRODUCED, PARTLY, CONTRADICTED, UNSEEN = "reproduced", "partly", "contradicted", "no difference seen"
 
 
