@@ -1,4 +1,4 @@
-"""Verdicts of the claims about serving follow from rows: rows that say otherwise turn them."""
+"""Verdicts of the claims about serving and layouts follow from rows: rows that say otherwise turn them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ ROOT = Path(__file__).parents[2]
 def serving(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(ROOT / "docs")
     return importlib.import_module("generated.claims.serving")
+
+
+@pytest.fixture
+def layouts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    return importlib.import_module("generated.claims.layouts")
 
 
 def verdict_of(serving: Any, monkeypatch: pytest.MonkeyPatch, claim: str, rows: list[dict[str, Any]]) -> str:
@@ -65,8 +71,21 @@ def test_stored_chunks(serving: Any, monkeypatch: pytest.MonkeyPatch, share: flo
     assert verdict_of(serving, monkeypatch, "served_times", rows) == times
 
 
+@pytest.mark.parametrize(("gain", "expected"), [(3.5, "reproduced"), (1.5, "partly"), (0.5, "contradicted")])
+def test_merging_in_fixed_memory(serving: Any, monkeypatch: pytest.MonkeyPatch, gain: float, expected: str) -> None:
+    load = {"methods": ["full", "d2o", "h2o"], "whole": 4, "layers": 6, "kv_heads": 16, "requests": 24}
+    rows = [
+        {"method": method, "tokens_per_s": rate, "most_in_flight": 24}
+        for method, rate in (("full", 100.0), ("d2o", 100 * gain), ("h2o", 200.0))
+        for _ in range(3)
+    ]
+    data = {"load": load | {"prompt": 512, "answer": 1024}, "results": rows, "kv_bytes": 1 << 27}
+    monkeypatch.setattr(serving, "read", lambda name: data)
+    assert serving.d2o().verdict == expected
+
+
 @pytest.mark.parametrize(("gain", "expected"), [(20.0, "reproduced"), (1.5, "partly"), (0.5, "contradicted")])
-def test_layouts(serving: Any, monkeypatch: pytest.MonkeyPatch, gain: float, expected: str) -> None:
+def test_layouts(layouts: Any, monkeypatch: pytest.MonkeyPatch, gain: float, expected: str) -> None:
     rows = [
         {"load": "chat", "kind": kind, "layout": layout, "seed": seed, "scales": [[1.0, scale]], "goodput": 1 / scale}
         for kind, layout, scale in (
@@ -77,19 +96,19 @@ def test_layouts(serving: Any, monkeypatch: pytest.MonkeyPatch, gain: float, exp
         )
         for seed in range(3)
     ]
-    assert verdict_of(serving, monkeypatch, "tighter_limits", rows) == expected
-    assert verdict_of(serving, monkeypatch, "goodput", rows) == expected
+    assert verdict_of(layouts, monkeypatch, "tighter_limits", rows) == expected
+    assert verdict_of(layouts, monkeypatch, "goodput", rows) == expected
 
 
-def test_wrong_bits(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_bits(layouts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def rows(right: int, wrong: int) -> list[dict[str, Any]]:
         at = {0: right, 5: right, 20: wrong, 50: 199}
         found = [{"rule": "belady", "wrong": None, "misses": 100}, {"rule": "lru", "wrong": None, "misses": 200}]
         found += [{"rule": "mark0", "wrong": share, "misses": misses, "bound": 250} for share, misses in at.items()]
         return [*found, {"rule": "learned", "wrong": 50, "misses": 201}]
 
-    assert verdict_of(serving, monkeypatch, "paging", rows(100, 150)) == "reproduced"
-    assert verdict_of(serving, monkeypatch, "paging", rows(100, 240)) == "partly"
-    assert verdict_of(serving, monkeypatch, "paging", rows(120, 150)) == "contradicted"
+    assert verdict_of(layouts, monkeypatch, "paging", rows(100, 150)) == "reproduced"
+    assert verdict_of(layouts, monkeypatch, "paging", rows(100, 240)) == "partly"
+    assert verdict_of(layouts, monkeypatch, "paging", rows(120, 150)) == "contradicted"
     over = [row | {"bound": 90} if row["rule"] == "mark0" else row for row in rows(100, 150)]
-    assert verdict_of(serving, monkeypatch, "paging", over) == "partly"
+    assert verdict_of(layouts, monkeypatch, "paging", over) == "partly"

@@ -115,12 +115,28 @@ def test_rows_by_a_cache_are_those_by_masks(
     assert masked["kept"] == [64 / 160] == own["bytes"]
 
 
+def test_neighbouring_keys_are_alike_where_tokens_are_the_same(
+    texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer: Any = load_tokenizer("pond-recall")
+    same = tmp_path / "same.txt"
+    same.write_text(tokenizer.decode([40] * 200), encoding="utf-8")
+    given = ("--text", f"one={texts[0]}", "--text", f"same={same}", "--prompt", 100)
+    found = report("key_similarity.py", monkeypatch, tmp_path / "out.json", *given)
+    own = found["models"]["pond-recall"]["texts"]
+    (mixed,), (alike,) = own["one"]["beside"], own["same"]["beside"]
+    assert len(mixed) == len(own["one"]["random"][0]) > 1
+    assert all(one < 0.9 < other <= 1 for one, other in zip(mixed, alike, strict=True))
+    assert own["same"]["random"][0] < alike, "RoPE turns keys that are further apart away from each other"
+
+
 def test_no_part_calibrates_on_what_it_judges(tmp_path: Path) -> None:
     for name in ("python", "millpond"):
         program = tmp_path / name
         program.write_text(PROGRAM, encoding="utf-8")
         program.chmod(0o755)
     parts = ("codecs", "tiers", "turns", "fastgen", "merging", "values", "bytes", "masks", "rules", "ladder", "endings")
+    parts += ("alike", "known", "early", "obeyed")
     known = {
         "PATH": os.environ["PATH"],
         "BIN": str(tmp_path),
@@ -130,10 +146,16 @@ def test_no_part_calibrates_on_what_it_judges(tmp_path: Path) -> None:
     }
     subprocess.run([QUALITY / "paper_rows.sh", *parts], env=known, check=True, capture_output=True)
     calls = [call.splitlines() for call in (tmp_path / "log").read_text(encoding="utf-8").strip().split("\n\n")]
-    assert len(calls) == 19
-    assert [call[0] for call in calls[-3:]] == ["eval", "eval", "benchmarks/quality/real_recall.py"]
-    assert calls.pop(-2)[-3:] == ["h2o,streaming", "--budget", "4%,10%,20%,50%"]
-    assert calls.pop(-2)[-1] == "full"
+    asked = [call for call in calls if call[0] == "eval"]
+    assert [call[call.index("--method") + 1] for call in asked if "out/endings" in call] == ["full", "h2o,streaming"]
+    assert {call[call.index("--out") + 1]: call[-1] for call in asked} == {
+        "out/endings": "4%,10%,20%,50%",
+        "out/known-facts": "3%,6%,20%",
+        "out/early": "int8_mikv,int8_mikv3,int8_mikv4",
+        "out/obeyed": "int8_mikv,int8_mikv3,int8_mikv4",
+    }
+    calls = [call for call in calls if call not in asked]
+    assert len(calls) == 21
     for call in calls:
         assert (QUALITY.parents[1] / call[0]).is_file()
         if call[0].endswith(("fastgen_persistence.py", "real_recall.py")):
@@ -147,6 +169,7 @@ def test_no_part_calibrates_on_what_it_judges(tmp_path: Path) -> None:
         for name in (
             *("codec-papers", "fastgen-profiles", "fastgen-thresholds", "merge-thresholds", "sparse-values"),
             *("setting-texts", "masked-kl", "fastgen-persistence", "kvquant-ladder", "endings"),
+            *("key-similarity", "known-facts", "early", "obeyed"),
         )
     }
     assert subprocess.run([QUALITY / "paper_rows.sh", "all"], env=known, check=False).returncode == 2
