@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from generated.claims import answers, formats, h2o, layouts, serving, settings, text, trained
+from generated.claims import answers, formats, h2o, images, layouts, serving, settings, text, trained
 from generated.claims.form import Claim
 from millpond_lab.bench.common.report import markdown_table
 
@@ -20,6 +20,7 @@ _ALL = (
     *settings.CLAIMS,
     *formats.CLAIMS,
     *answers.CLAIMS,
+    *images.CLAIMS,
     *trained.CLAIMS,
     *serving.CLAIMS,
     *layouts.CLAIMS,
