@@ -70,6 +70,7 @@ def test_a_local_model_from_end_to_end(folder: str, tmp_path: Path) -> None:
     assert {row["protocol"] for row in rows} == {"aware", "agnostic", "turns"}
     assert all(row["n"] == 9 and row["seed"] == 7 and row["failures"] == 0 for row in rows)
     assert "h2o:recent=0.25" in result.stdout
+    assert f"Written to {out}" in result.stdout
     assert "warning" not in result.stderr
     assert "never used" not in result.stderr
     noted = json.loads((out / "run.json").read_text())["runs"]
@@ -87,6 +88,7 @@ def test_failures_are_said_aloud(folder: str, tmp_path: Path, monkeypatch: pytes
     result = call("--model", folder, "--method", "full", "--tasks", "tiny", "--device", "cpu", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
     assert "3 of 6 questions could not be answered" in result.stderr
+    assert f"{tmp_path / 'samples.jsonl'} says why" in result.stderr
     said = "3 of 6 prompts of 'tiny' (aware) have more tokens (up to 994) than the model has positions (512)"
     assert said in result.stderr
     assert result.stderr.index(said) < result.stderr.index("could not be answered")

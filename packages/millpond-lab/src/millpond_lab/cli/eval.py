@@ -140,6 +140,6 @@ def show_scores(rows: list[SummaryRow], out: Path) -> None:
     screen = output()
     screen.print(score_table(rows))
     screen.print(f"\n[dim]{HOW} Written to {escape(str(out))}[/]", soft_wrap=True)
-    failed = failure_note(rows)
+    failed = failure_note(rows, out)
     if failed:
         errors().print(f"[bold yellow]warning:[/] {escape(failed)}", soft_wrap=True, highlight=False)
