@@ -30,14 +30,15 @@ from board_tasks import ASKED, SEED, solved
 
 import millpond as mp
 from millpond.errors import unknown
+from millpond.plugin_file import load_plugin
 from millpond_lab.bench.common.machine import describe_machine
 from millpond_lab.evals.decoding.record import CLAIMED, Cell, Record
 from millpond_lab.evals.harness.plan import EvalPlan
 from millpond_lab.evals.harness.run import run
 from millpond_lab.evals.harness.summary import by_sample, read_samples
-from millpond_lab.evals.plugin_file import load_plugin
 from millpond_lab.evals.report.board import FULL, Setting, board_page
 from millpond_lab.evals.spec import Spec
+from millpond_lab.evals.task import TASKS
 
 #: Bytes of a number of the full cache that shares are of.
 WIDTH = 2
@@ -184,8 +185,7 @@ def main() -> None:
     groups = args.settings.split(",") if args.settings else [] if args.setting else ["default"]
     if unknown := set(groups) - set(GROUPS):
         parser.error(f"--settings {', '.join(sorted(unknown))}: the groups are {', '.join(GROUPS)}")
-    if args.plugin is not None:
-        load_plugin(args.plugin)
+    load_plugin(args.plugin, TASKS)
     own = [Setting.parse(text) for text in args.setting or ()]
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     name = args.name or args.model

@@ -51,6 +51,19 @@ def test_training_on_a_switched_model(name):
         torch.testing.assert_close(mine, stock, atol=1e-5, rtol=1e-4)
 
 
+def test_figures_behind_the_block_are_those_of_its_end():
+    model = shared_model("llama")
+    with mp.compress(model, "h2o", 8) as cache:
+        generate(model, one(12), 3, cache=cache)
+        at_end = cache.stats()
+    assert at_end.seen == [14]
+    assert at_end.kv_bytes > 0
+    assert sum(pool.nbytes for pool in cache.pools) == 0
+    assert cache.stats() == at_end
+    cache.close()
+    assert cache.stats() == at_end
+
+
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_with_gives_the_attention_back(implementation):
     model = family("llama").make(attn_implementation=implementation)
@@ -60,7 +73,7 @@ def test_with_gives_the_attention_back(implementation):
         generate(model, one(12), 3, cache=cache)
     assert model.config._attn_implementation == implementation
     assert (len(model._forward_pre_hooks), len(model.model._forward_hooks)) == hooks
-    assert cache.stats().reserved_bytes == 0
+    assert sum(pool.nbytes for pool in cache.pools) == 0
     cache.close()
     assert model.config._attn_implementation == implementation
     with pytest.raises(mp.CacheMismatchError, match="closed"):

@@ -43,7 +43,7 @@ ORDER = {
         {"codec"},
         {"policy"},
         {"methods", "presets", "presses"},
-        {"plugins"},
+        {"plugin_file", "plugins"},
         {"cache"},
         {"models"},
         {"hf"},

@@ -21,6 +21,7 @@ from millpond.cli.options import (
     ModelOptions,
     NewTokens,
     OptionGroup,
+    PluginFile,
     PromptSource,
     Temperature,
     TopP,
@@ -152,6 +153,7 @@ def generate(
     source: PromptSource,
     model: ModelOptions,
     cache: CacheChoice,
+    plugin: PluginFile = None,
     max_new_tokens: NewTokens = 128,
     sampling: Sampling,
     min_new_tokens: Annotated[int, typer.Option(min=0, help="New tokens, at least.")] = 0,
@@ -172,7 +174,9 @@ def generate(
     if min_new_tokens > max_new_tokens:
         raise OptionError(f"--min-new-tokens {min_new_tokens} is more than --max-new-tokens {max_new_tokens}; lower it")
     from millpond.engine.sampling.params import SamplingParams
+    from millpond.plugin_file import load_plugin
 
+    load_plugin(plugin)
     words = SamplingParams(bad_words=tuple(bad_word or ())).bad_words
     text = source.read()
     if placing.asked:

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from millpond.cli.console import output
+from millpond.cli.options import PluginFile
 
 if TYPE_CHECKING:
     from millpond.registry import Entry
@@ -18,10 +19,13 @@ if TYPE_CHECKING:
 
 def methods(
     name: Annotated[str | None, typer.Argument(help="Show this method with its options.", show_default=False)] = None,
+    plugin: PluginFile = None,
 ) -> None:
     """List the methods that decide what is kept, or show one with its options."""
     from millpond.methods import METHODS
+    from millpond.plugin_file import load_plugin
 
+    load_plugin(plugin)
     output().print(_overview() if name is None else _page(METHODS.get(name)))
 
 

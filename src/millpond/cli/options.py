@@ -49,6 +49,10 @@ DeviceMemory = Annotated[str | None, option_of(LoadSettings, "device_memory")]
 Disk = Annotated[Path | None, option_of(LoadSettings, "disk")]
 OverflowRule = Annotated[str, option_of(EngineSettings, "overflow")]
 Weights = Annotated[str | None, option_of(EngineSettings, "weights")]
+PluginFile = Annotated[
+    Path | None,
+    optional(help="A Python file of your own with a method, or for eval a task, which need not be installed."),
+]
 Temperature = Annotated[float, typer.Option(help="0 takes the most likely token.")]
 TopP = Annotated[float, typer.Option(help="Sample from the most likely tokens of this total probability.")]
 TypicalP = Annotated[

@@ -28,6 +28,7 @@ from millpond.engine.coded.sequence_codec import SequenceCodec, check_codes
 from millpond.engine.config import EngineConfig
 from millpond.engine.decode_groups import DecodeGroups
 from millpond.engine.file_loads import FileLoads
+from millpond.engine.memory_estimate import check_limit
 from millpond.engine.outputs import EngineStats
 from millpond.engine.prefix_cache import PrefixCache
 from millpond.engine.prompt_images import ImageNumbers
@@ -216,6 +217,7 @@ def build(
     decode_groups = _decode_groups(config, packed, memory, tokenizer, tier, host_kv, storage_codec)
     default_cache = decode_groups.complete(CacheOptions())
     cache_factory = decode_groups.group(default_cache).cache_factory
+    check_limit(cache_factory, memory.limit_bytes)
     sequence_codec = _sequence_codec(config, packed, storage_codec, cache_factory, closing)
     sessions = _sessions(config, packed, turn_mark, cache_factory, prefix_cache, sequence_codec, closing)
     of_sessions = None if sessions is None else sessions.loads

@@ -11,6 +11,7 @@ from millpond.cache.batch_cache import BatchCache, Pages
 from millpond.cache.pages.ref_counted_pool import Pool, RefCountedPool
 from millpond.cache.tiered.offloaded_pages import side_page_bytes
 from millpond.engine.scheduler_request import MemoryNeed
+from millpond.errors import BudgetError
 from millpond.kernels.decode_rules import Evict, Signal
 from millpond.runner.cache_layout import CacheLayout
 from millpond.runner.layer_demand import LayerDemand, LayerPages
@@ -52,6 +53,28 @@ def estimate(
     peaks = [_layer_need(demands[index], n, writes_everywhere, _page_bytes).peak(n) for index in on_disk]
     runs = n * ((prompt + answer) // demands[0].layer.pool.slots + 2)
     return replace(need, disk=max(peaks) + runs * ALIGNMENT)
+
+
+def check_limit(layout: CacheLayout, limit_bytes: int | None) -> None:
+    """Check that a limit holds a request of one token and an answer of one, in whole pages.
+
+    Args:
+        layout: Layout of the cache of requests that name no options.
+        limit_bytes: Most bytes of all caches; None: no limit.
+
+    Raises:
+        BudgetError: it does not, so each request would be refused.
+    """
+    if limit_bytes is None:
+        return
+    with layout.silent():
+        least = estimate(layout, layout.within_context(1), 1, 1).peak(1)
+    if limit_bytes < least:
+        raise BudgetError(
+            f"kv_memory={limit_bytes:,} bytes holds no request: one of a single token takes {least:,} bytes, with "
+            f"whole pages in each layer and KV head; give {least:,} or more, lower page_slots, or leave kv_memory out "
+            "for no limit"
+        )
 
 
 def _of_layers(

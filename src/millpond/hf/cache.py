@@ -75,6 +75,7 @@ class MillpondCache(Cache):
         self.text = TextRead()
         self.filled_inside = False  # whether what it holds was read by `generate` inside its `with` block
         self._used = self._closed = False
+        self._stats_at_close: CacheStats | None = None
         self.tracker = PositionTracker()
         self._image_ids = profile.image_ids
         needs = policy.needs
@@ -161,8 +162,11 @@ class MillpondCache(Cache):
         return self._pools.codecs
 
     def stats(self) -> CacheStats:
-        """Return the counts and bytes of the cache in its current state."""
-        return measure(self)
+        """Return the counts and bytes of the cache in its current state.
+
+        Those of a closed cache, as behind its `with` block, are what they were when it was closed.
+        """
+        return self._stats_at_close or measure(self)
 
     def positions(self, layer: int, sequence: int = 0) -> list[list[int]]:
         """Return the kept positions per KV head, ascending.
@@ -328,6 +332,9 @@ class MillpondCache(Cache):
         """Free all memory and restore the model's own attention.
 
         A cache that is merely forgotten does so too. Warns of a cache that was never used (`UnusedCacheWarning`).
+
+        Raises:
+            CacheMismatchError: another thread runs a pass with the cache.
         """
         if not self._used and not self._closed:
             warnings.warn(
@@ -336,6 +343,9 @@ class MillpondCache(Cache):
                 UnusedCacheWarning,
                 stacklevel=2,
             )
+        self.passes.check_free()
+        if self._stats_at_close is None:
+            self._stats_at_close = measure(self)
         self._closed = True
         self.reset()
         for finalizer in self._finalizers:

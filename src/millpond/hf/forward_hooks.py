@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from millpond.errors import CacheMismatchError, OptionError
 from millpond.hf.attention import begin_pass, break_off, end_pass
-from millpond.models.cache_argument import CACHE_ARGUMENT, cache_among, with_cache
+from millpond.models.cache_argument import CACHE_ARGUMENT, CACHE_ARGUMENTS, cache_among, check_one_cache, with_cache
 
 
 class ForwardHooks:
@@ -72,7 +72,8 @@ class ForwardHooks:
 
     def _carries(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         cache = self._cache()
-        return cache is not None and (cache_among(kwargs) is cache or any(a is cache for a in args))
+        given = (*args, *(kwargs.get(name) for name in CACHE_ARGUMENTS))
+        return cache is not None and any(one is cache for one in given)
 
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -80,6 +81,7 @@ class ForwardHooks:
         """Begin the pass, or continue it, and pass the cache by the name that the model knows."""
         if not self._carries(args, kwargs):
             return None
+        check_one_cache(kwargs)
         self.check_free()
         if self._thread is not threading.current_thread() or module in self._running:
             self._running.clear()  # a pass that was interrupted from outside
@@ -88,8 +90,8 @@ class ForwardHooks:
             self._begin(module, args, kwargs)
             begin_pass()
         self._running.append(module)
-        cache = cache_among(kwargs)
-        return None if cache is None or CACHE_ARGUMENT in kwargs else (args, with_cache(kwargs, cache))
+        cache, named = cache_among(kwargs), [name for name in CACHE_ARGUMENTS if name in kwargs]
+        return None if cache is None or named == [CACHE_ARGUMENT] else (args, with_cache(kwargs, cache))
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         output_attentions = kwargs.get("output_attentions")

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from millpond.errors import CacheMismatchError, OptionError
 from millpond.hf.prompt_parts import check_uncut, part_of_generate
-from millpond.models.cache_argument import cache_among, with_cache
+from millpond.models.cache_argument import cache_among, check_one_cache, with_cache
 
 if TYPE_CHECKING:
     from millpond.hf.protocol import LayerCaches
@@ -73,8 +73,8 @@ def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     Its name must be this, so that a pickled model is loaded with its own.
 
     Raises:
-        OptionError: no cache or another kind is requested, where one of ours is used; or a prompt is to be cut, and the
-            method takes it uncut.
+        OptionError: no cache or another kind is requested, where one of ours is used; two different caches are passed;
+            or a prompt is to be cut, and the method takes it uncut.
         CacheMismatchError: the cache that is passed has read another text than the prompt begins with.
     """
     switched, thread = _switched.get(self), threading.get_ident()
@@ -82,6 +82,7 @@ def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     if switched is None or thread in switched.running:  # a copy of the model, or a draft by the model itself
         return own_generate(*args, **kwargs)
     own_generate = switched.before or own_generate
+    check_one_cache(kwargs)
     passed = cache_among(kwargs)
     cache = passed if passed is not None else _innermost(switched, thread)
     if cache not in switched.caches:

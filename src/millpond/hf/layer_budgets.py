@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import bisect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -169,6 +170,15 @@ class LayerBudgets:
                 f"budget {self.budget}: of {seen} tokens {entries} entries per KV head stay, so few that answers of "
                 f"most models suffer; raise the budget, or leave it out for {DEFAULT}",
             )
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Warn of nothing inside: budgets are only computed, for no text."""
+        warned, self._warned = self._warned, {BudgetFloorWarning, FewEntriesWarning}
+        try:
+            yield
+        finally:
+            self._warned = warned
 
     def _warn(self, kind: type[Warning], text: str) -> None:
         """Warn once of each kind."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 
 import torch
@@ -58,6 +59,10 @@ class CacheLayout:
         self.policy, self.budget, self.pools = policy, budget, pools
         self._layers, self._dtype, self._device = layers, dtype, device
         self._budgets = _RequestBudgets(budget, policy, [layer.window for layer in layers])
+
+    def silent(self) -> AbstractContextManager[None]:
+        """Return a context without warnings of budgets, for figures of no request."""
+        return self._budgets.silent()
 
     def entries(self, layer: int, seen: int, table: PageTable, kept: int = 0) -> int:
         """Return the entries per KV head that `layer` may keep; an average if content decides.

@@ -14,6 +14,7 @@ from millpond.cli.app import app
 from millpond.methods import METHODS
 from millpond_lab.evals.sample import Sample
 from millpond_lab.evals.task import TASKS, task
+from tests.helpers.cli.plugin import MODULE, PLUGIN, plugin  # noqa: F401
 from tests.helpers.evals.small import TinyTask, save_tiny, tiny_samples
 
 
@@ -70,6 +71,7 @@ def test_a_local_model_from_end_to_end(folder: str, tmp_path: Path) -> None:
     assert {row["protocol"] for row in rows} == {"aware", "agnostic", "turns"}
     assert all(row["n"] == 9 and row["seed"] == 7 and row["failures"] == 0 for row in rows)
     assert "h2o:recent=0.25" in result.stdout
+    assert f"Written to {out}" in result.stdout
     assert "warning" not in result.stderr
     assert "never used" not in result.stderr
     noted = json.loads((out / "run.json").read_text())["runs"]
@@ -87,6 +89,7 @@ def test_failures_are_said_aloud(folder: str, tmp_path: Path, monkeypatch: pytes
     result = call("--model", folder, "--method", "full", "--tasks", "tiny", "--device", "cpu", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
     assert "3 of 6 questions could not be answered" in result.stderr
+    assert f"{tmp_path / 'samples.jsonl'} says why" in result.stderr
     said = "3 of 6 prompts of 'tiny' (aware) have more tokens (up to 994) than the model has positions (512)"
     assert said in result.stderr
     assert result.stderr.index(said) < result.stderr.index("could not be answered")
@@ -143,31 +146,13 @@ def test_mistakes_are_one_sentence_before_anything_is_loaded(
     assert "Traceback" not in result.output
 
 
-PLUGIN = """
-from millpond.plugins import Policy, Protect, Recency, method
-
-@method("of_ones_own")
-def of_ones_own() -> Policy:
-    \"\"\"Keep the newest entries.\"\"\"
-    return Policy(Recency(), Protect())
-"""
-
-
-@pytest.fixture
-def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file with a method; nothing of it stays registered."""
-    METHODS.names()
-    monkeypatch.setattr(METHODS, "_entries", dict(METHODS._entries))
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    path = tmp_path / "mine.py"
-    path.write_text(PLUGIN)
-    return path
-
-
 def test_a_file_of_ones_own_adds_a_method_and_one_that_changed_is_not_mixed(
-    folder: str, plugin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: str,
+    plugin: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    known, modules = dict(METHODS._entries), dict(sys.modules)
+    known = dict(METHODS._entries)
     arguments = ["--model", folder, "--method", "window,of_ones_own", "--budget", "7", "--tasks", "tiny", "--samples"]
     arguments += ["2", "--plugin", str(plugin), "--out", str(tmp_path / "out")]
     for _ in range(2):
@@ -178,7 +163,7 @@ def test_a_file_of_ones_own_adds_a_method_and_one_that_changed_is_not_mixed(
     assert own["score"] == window["score"]
 
     monkeypatch.setattr(METHODS, "_entries", known)  # another process, after a change
-    monkeypatch.setattr(sys, "modules", modules)
+    monkeypatch.delitem(sys.modules, MODULE)
     plugin.write_text(PLUGIN + "# changed\n")
     result = call(*arguments)
     assert result.exit_code == 2
@@ -187,9 +172,10 @@ def test_a_file_of_ones_own_adds_a_method_and_one_that_changed_is_not_mixed(
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [(None, "must be a Python file"), ("import nothing_at_all", "fails with ModuleNotFoundError")]
+    ("text", "message"),
+    [(None, "must be a Python file that registers methods or tasks"), ("import nothing", "fails with ModuleNotFound")],
 )
-def test_a_file_that_adds_nothing_is_named(plugin: Path, text: str | None, message: str) -> None:
+def test_a_file_that_adds_nothing_is_named(plugin: Path, text: str | None, message: str) -> None:  # noqa: F811
     plugin.unlink() if text is None else plugin.write_text(text)
     result = call("--tasks", "tiny", "--plugin", str(plugin))
     assert result.exit_code == 2

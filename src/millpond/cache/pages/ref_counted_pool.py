@@ -116,21 +116,31 @@ class RefCountedPool(Generic[A]):
     ) -> None:
         if memory_limit is not None:
             limit_bytes = memory_limit.limit_bytes
-        if limit_bytes is not None and limit_bytes < page_bytes:
-            raise OptionError(
-                f"a limit of {limit_bytes} bytes is smaller than one page of {page_bytes} bytes; raise it (kv_memory)"
-            )
         self.arrays = arrays
         self.kv_bytes_per_page, self.page_bytes = kv_bytes_per_page, page_bytes
         self.limit_bytes = limit_bytes
         self.memory_limit = memory_limit
-        if memory_limit is not None:
+        if memory_limit is None:
+            self._check_limit()
+        else:
             memory_limit.add(self)
         self._refs: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)
         self._lives: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._n_allocations = self._n_absent = 0
         self.n_releases = 0  # calls of `release` so far
         self.holders: weakref.WeakSet[PageHolder] = weakref.WeakSet()
+
+    def _check_limit(self) -> None:
+        """Check that the limit holds a page.
+
+        Raises:
+            OptionError: it does not.
+        """
+        if self.max_pages == 0:
+            raise OptionError(
+                f"a limit of {self.limit_bytes:,} bytes is smaller than one page of {self.page_bytes:,} bytes; raise "
+                "memory_limit, or lower page_slots"
+            )
 
     @property
     def slots(self) -> int:
@@ -216,6 +226,7 @@ class RefCountedPool(Generic[A]):
             PoolFullError: the limit does not allow it. Nothing was changed.
         """
         if not self.can_allocate(n):
+            self._check_limit()
             raise PoolFullError(
                 f"the page pool is full: {n} pages of {self.page_bytes} bytes are needed, {self.n_live} of at most "
                 f"{self.max_pages} are in use (limit {self.limit_bytes} bytes); what is cached stays readable. "

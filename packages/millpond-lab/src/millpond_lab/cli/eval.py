@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 
 from millpond.cli.console import errors, notes, output
-from millpond.cli.options import CalibrationFile, CodecName, ModelOptions, Threads, expand_groups, optional
+from millpond.cli.options import CalibrationFile, CodecName, ModelOptions, PluginFile, Threads, expand_groups, optional
 from millpond.errors import unknown
 from millpond_lab.cli.options import Samples, SampleSeed
 
@@ -45,9 +45,7 @@ def evaluate(
             "turns: as agnostic, questions one after another."
         ),
     ] = "aware",
-    plugin: Annotated[
-        Path | None, optional(help="A Python file of your own with a method or a task, which need not be installed.")
-    ] = None,
+    plugin: PluginFile = None,
     model: ModelOptions,
     samples: Samples = 40,
     seed: SampleSeed = 0,
@@ -61,15 +59,15 @@ def evaluate(
     threads: Threads = None,
 ) -> None:
     """Score methods x budgets x codecs on tasks; lists are separated by commas."""
+    from millpond.plugin_file import load_plugin
     from millpond_lab.evals.harness.plan import EvalPlan
-    from millpond_lab.evals.plugin_file import load_plugin
     from millpond_lab.evals.report import kvpress_folders
     from millpond_lab.evals.spec import parse_specs, words
+    from millpond_lab.evals.task import TASKS
 
     if format is not None and format not in FORMATS:
         raise unknown("format", format, FORMATS)
-    if plugin is not None:
-        load_plugin(plugin)
+    load_plugin(plugin, TASKS)
     plan = EvalPlan(
         model.model,
         parse_specs(method, "method"),
@@ -140,6 +138,6 @@ def show_scores(rows: list[SummaryRow], out: Path) -> None:
     screen = output()
     screen.print(score_table(rows))
     screen.print(f"\n[dim]{HOW} Written to {escape(str(out))}[/]", soft_wrap=True)
-    failed = failure_note(rows)
+    failed = failure_note(rows, out)
     if failed:
         errors().print(f"[bold yellow]warning:[/] {escape(failed)}", soft_wrap=True, highlight=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
+from pathlib import Path
 
 from rich.console import Group
 from rich.markup import escape
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from millpond.cli.console import size
 from millpond_lab.evals.decoding.record import SummaryRow
+from millpond_lab.evals.harness.store import SAMPLES
 from millpond_lab.evals.harness.summary import asked_text, candidate_name, score_text
 
 
@@ -45,8 +47,8 @@ def _part(group: list[SummaryRow], codecs: bool, widest: int) -> Table:
     return table
 
 
-def failure_note(rows: list[SummaryRow]) -> str:
-    """What a person must know before believing the scores; "" if every question was answered."""
+def failure_note(rows: list[SummaryRow], out: Path) -> str:
+    """What a person must know before believing the scores in the folder; "" if every question was answered."""
     failed = [row for row in rows if row.failures]
     if not failed:
         return ""
@@ -54,7 +56,7 @@ def failure_note(rows: list[SummaryRow]) -> str:
     total, asked = sum(row.failures for row in failed), sum(row.n for row in rows)
     return (
         f"{total} of {asked} questions could not be answered and count as wrong (perplexity leaves them out); most in "
-        f"{worst.task} with {worst.method} ({worst.failures} of {worst.n}). samples.jsonl says why under failure"
+        f"{worst.task} with {worst.method} ({worst.failures} of {worst.n}). {out / SAMPLES} says why under failure"
     )
 
 

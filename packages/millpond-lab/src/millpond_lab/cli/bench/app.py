@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from millpond.cli.console import errors
-from millpond.cli.options import ModelName, Threads, optional
+from millpond.cli.options import ModelName, PluginFile, Threads, optional
 from millpond.errors import OptionError
 from millpond_lab.cli.bench import batch, chunks, cluster, engines, offload, paging, serve
 from millpond_lab.cli.bench.common import check_share, command_line, deliver, parse_cells, saved_model, with_given
@@ -109,6 +109,7 @@ def methods(
     methods: Annotated[
         str | None, optional(help="Separated by commas; options as in h2o:recent=0.1. Default: all there are.")
     ] = None,
+    plugin: PluginFile = None,
     quick: Quick = False,
     shape: Annotated[
         str | None,
@@ -124,10 +125,12 @@ def methods(
 ) -> None:
     """Time every method in turns with snapkv: prefill, the plan's share of it, decoding, and bytes held."""
     from millpond.budget import Budget
+    from millpond.plugin_file import load_plugin
     from millpond_lab.bench.common.report import methods_markdown
     from millpond_lab.bench.methods.run import QUICK, MethodsPlan, run
     from millpond_lab.evals.spec import parse_specs
 
+    load_plugin(plugin)
     Budget.parse(budget)
     plan = with_given(
         QUICK if quick else MethodsPlan(),
@@ -150,6 +153,7 @@ def methods(
 def stream(
     tokens: Annotated[int, typer.Option(min=100, help="Length of the text.")] = 1_000_000,
     methods: Annotated[str, typer.Option(help="Separated by commas.")] = "streaming,h2o",
+    plugin: PluginFile = None,
     budget: Annotated[int, typer.Option(min=8, help="Entries per KV head.")] = 256,
     model: ModelName = "pond-recall",
     threads: Threads = None,
@@ -160,9 +164,11 @@ def stream(
     import torch
 
     from millpond.models.load import load_model
+    from millpond.plugin_file import load_plugin
     from millpond_lab.bench.common.report import stream_markdown
     from millpond_lab.bench.stream import run
 
+    load_plugin(plugin)
     torch.set_num_threads(threads or torch.get_num_threads())
     names = [name.strip() for name in methods.split(",")]
     with errors().status("streaming") as status:

@@ -43,15 +43,7 @@ def board_picture(found: Summary, names: Mapping[str, str], named: Mapping[Setti
         "What is kept of the full cache's right answers, over the bytes that are held",
         "points: mean over tasks; thin lines: down to the worst task; questions come after the cache was compressed",
     )
-    made.legend(
-        handles=[_key(words, colour) for words, colour in _colours(series).items()],
-        loc="outside lower center",
-        ncols=4,
-        frameon=False,
-        fontsize=8.5,
-        labelcolor=INK,
-        columnspacing=1.8,
-    )
+    style.legend(made, [_key(words, colour) for words, colour in _colours(series).items()], 4)
     return made
 
 

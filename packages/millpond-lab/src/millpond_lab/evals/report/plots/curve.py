@@ -28,16 +28,8 @@ def curve_picture(panels: Mapping[str, CurvePanel]) -> Figure:
         _panel(axis, protocol, panel)
         for curve in (panel.own, *panel.beside):
             keys.setdefault(_name(curve), _line(curve, panel))
-    made.legend(
-        handles=[*keys.values(), Line2D([], [], color=INK, linewidth=0.9, linestyle=(0, (5, 3)), label="full")],
-        loc="outside lower center",
-        ncols=5,
-        frameon=False,
-        fontsize=8,
-        labelcolor=INK,
-        handlelength=2.0,
-        columnspacing=1.4,
-    )
+    full = Line2D([], [], color=INK, linewidth=0.9, linestyle=(0, (5, 3)), label="full")
+    style.legend(made, [*keys.values(), full], 5, size=8, handle=2.0, spacing=1.4)
     return made
 
 

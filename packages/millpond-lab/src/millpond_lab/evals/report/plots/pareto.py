@@ -15,7 +15,7 @@ from millpond.inspector.palette import FAINT, INK, PAPER, colour_of
 from millpond_lab.evals.decoding.record import SummaryRow
 from millpond_lab.evals.harness.summary import scored_text
 from millpond_lab.evals.report.curves import pareto_front
-from millpond_lab.evals.report.plots.style import calm, figure, heading, title
+from millpond_lab.evals.report.plots.style import calm, figure, heading, legend, title
 
 PANEL = (7.2, 3.4)  #: inches
 #: Markers by place in the order of the budgets.
@@ -45,16 +45,7 @@ def pareto(rows: Sequence[SummaryRow]) -> Figure:
         "the line joins the settings that no other beats in both",
     )
     settings = dict.fromkeys((row.method, row.budget) for row in known)
-    made.legend(
-        handles=[_key(method, budget, budgets) for method, budget in settings],
-        loc="outside lower center",
-        ncols=4,
-        frameon=False,
-        fontsize=8.5,
-        labelcolor=INK,
-        handlelength=1.4,
-        columnspacing=1.8,
-    )
+    legend(made, [_key(method, budget, budgets) for method, budget in settings], 4, handle=1.4)
     return made
 
 

@@ -15,7 +15,7 @@ from millpond.errors import DataError
 from millpond.inspector.palette import FAINT, INK, PAPER, colour_of, marker_of
 from millpond_lab.evals.decoding.record import SummaryRow
 from millpond_lab.evals.harness.summary import scored_text
-from millpond_lab.evals.report.plots.style import calm, figure, heading, title
+from millpond_lab.evals.report.plots.style import calm, figure, heading, legend, title
 
 COLUMNS = 3
 PANEL = (3.6, 2.7)  #: inches
@@ -47,16 +47,7 @@ def quality(rows: Sequence[SummaryRow]) -> Figure:
         + (f"; {scored_text(known)} in each text" if scored_text(known) else "")
         + ("; hollow: entries are hidden, not freed" if any(row.masks_only for row in known) else ""),
     )
-    made.legend(
-        handles=[_key(own[0]) for own in _candidates(known)],
-        loc="outside lower center",
-        ncols=6,
-        frameon=False,
-        fontsize=8.5,
-        labelcolor=INK,
-        handlelength=2.2,
-        columnspacing=1.8,
-    )
+    legend(made, [_key(own[0]) for own in _candidates(known)], 6, handle=2.2)
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
 
 from millpond.inspector.palette import FAINT, GRID, INK, PAPER, water
 
@@ -54,6 +56,38 @@ def calm(axis: Axes, grid: bool = True) -> None:
 def title(axis: Axes, text: str) -> None:
     """The name of a panel."""
     axis.set_title(text, loc="left", fontsize=9.5, color=INK, pad=7)
+
+
+def legend(
+    made: Figure,
+    keys: Sequence[Line2D],
+    columns: int,
+    *,
+    size: float = 8.5,
+    handle: float | None = None,
+    spacing: float = 1.8,
+) -> None:
+    """The keys of all panels in one legend below them, without a frame.
+
+    Args:
+        made: the picture.
+        keys: lines with labels, in reading order.
+        columns: of the legend.
+        size: of its text, in points.
+        handle: length of a line in it, and `spacing` the space between two columns, in sizes of the text; None:
+            matplotlib's own length.
+        spacing: see `handle`.
+    """
+    made.legend(
+        handles=keys,
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        fontsize=size,
+        labelcolor=INK,
+        handlelength=handle,
+        columnspacing=spacing,
+    )
 
 
 def write(made: Figure, path: Path, about: str = "") -> Path:
