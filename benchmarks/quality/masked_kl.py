@@ -5,7 +5,7 @@
 Windows and settings are those of `setting_texts.py`, whose rows say how many entries a budget `=SETTING` is. What a
 setting keeps is chosen here again, from the prompt's attention weights: for `h2o` by its definition, for `fastgen` by
 its plan over these weights, of all queries. In one pass over the window the scored tokens then see, in each KV head,
-what is kept and each other. Rows are added window by window.
+what is kept and each other. Rows are added window by window. `streaming` keeps the first four entries and the newest.
 """
 
 from __future__ import annotations
@@ -41,6 +41,17 @@ def heavy(weights: Tensor, group: int, entries: int) -> Tensor:
     return torch.zeros_like(sums, dtype=torch.bool).scatter_(1, best, value=True)
 
 
+def newest(weights: Tensor, group: int, entries: int) -> Tensor:
+    """(Hkv, P) bool: what StreamingLLM keeps of a prompt with weights (H, P, P): sinks, and the newest."""
+    heads, _, length = weights.shape
+    place = torch.arange(length)
+    return ((place < SINKS) | (place >= length - (entries - SINKS))).repeat(heads // group, 1)
+
+
+#: By method: what it keeps with so many entries.
+BY_ENTRIES = {"h2o": heavy, "streaming": newest}
+
+
 def seen(kept: Tensor, group: int, length: int) -> Tensor:
     """(1, H, L, L) float, to be added to logits: causal, and behind the prompt only what is `kept` (Hkv, P) of it."""
     prompt = kept.shape[-1]
@@ -73,8 +84,8 @@ def chosen(weights: Tensor, ids: Tensor, group: int, settings: list[dict[str, An
     """(Hkv, P) bool for each setting: what it keeps of a layer's prompt with weights (H, P, P)."""
     kept = []
     for setting in settings:
-        if setting["method"] == "h2o":
-            kept.append(heavy(weights, group, int(setting["budget"])))
+        if setting["method"] in BY_ENTRIES:
+            kept.append(BY_ENTRIES[setting["method"]](weights, group, int(setting["budget"])))
             continue
         policy = METHODS.get("fastgen")(threshold=float(setting["threshold"]))
         assert isinstance(policy, HeadRulesPolicy)
@@ -102,7 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument(
-        "settings", nargs="+", metavar="SETTING", help="h2o@ENTRIES, h2o@=SETTING or fastgen:threshold=T"
+        "settings", nargs="+", metavar="SETTING", help="h2o or streaming@ENTRIES or @=SETTING, or fastgen:threshold=T"
     )
     parser.add_argument("--name", help="of the model in the results; its own by default")
     parser.add_argument("--rows", type=Path, required=True, help="of setting_texts.py")

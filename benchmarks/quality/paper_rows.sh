@@ -93,7 +93,7 @@ for part in "$@"; do
       ;;
     masks)
       # some of these a second time, without a cache
-      measure masked_kl h2o@512 fastgen:threshold=0.95 h2o@=fastgen:threshold=0.95 --windows "$windows" \
+      measure masked_kl fastgen:threshold=0.95 h2o@=fastgen:threshold=0.95 streaming@=fastgen:threshold=0.95 --windows "$windows" \
         --rows "$out/setting-texts.json" --out "$out/masked-kl.json"
       ;;
     rules)

@@ -58,13 +58,17 @@ def test_a_setting_beside_others(times: dict[str, float], verdict: str, monkeypa
 
 def test_two_measures_that_differ_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = module("settings")
-    own = rows(**{"h2o@512": 2.0, "fastgen:threshold=0.95": 1.0})
-    found = {"setting-texts": own, "masked-kl": rows(**{"h2o@512": 2.01, "fastgen:threshold=0.95": 1.1})}
+    fastgen, h2o = "fastgen:threshold=0.95", "h2o@=fastgen:threshold=0.95"
+    own = rows(**{h2o: 2.0, fastgen: 1.0})
+    found = {"setting-texts": own, "masked-kl": rows(**{fastgen: 1.1, h2o: 2.01})}
     monkeypatch.setattr(settings, "read", lambda name: {"models": {"m": {"settings": found[name]}}})
-    assert "Windows: 6; `h2o` differs by at most 0.50%" in settings.by_masks()
-    assert "by at most 10.0%" in settings.by_masks()
-    found["masked-kl"]["h2o@512"]["wiki"]["kl"][0] *= 1.5
-    with pytest.raises(SystemExit, match=r"differ by 50\.\d%"):
+    assert "`h2o` differs by at most 0.50%, the others by at most `fastgen` 10%" in settings.by_masks()
+    assert "nats a token less than `h2o` (reproduced)" in settings.by_masks()
+    found["masked-kl"][h2o]["wiki"]["kl"][0] *= 1.5
+    with pytest.raises(SystemExit, match=r"differ by 50\.\d% with h2o"):
+        settings.by_masks()
+    found["masked-kl"] = rows(**{fastgen: 4.0, h2o: 2.0})
+    with pytest.raises(SystemExit, match=r"differ about fastgen:threshold=0\.95 and h2o"):
         settings.by_masks()
 
 

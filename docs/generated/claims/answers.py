@@ -113,4 +113,9 @@ CLAIMS = (
         "what was said at the beginning is lost by evicting, and kept in few bits",
         few_bits("early", "SmolLM2-135M", "facts of the first twentieth"),
     ),
+    Claim(
+        "MiKV",
+        "instructions are forgotten by evicting, and obeyed in few bits",
+        few_bits("obeyed", "Qwen2.5-Coder-0.5B", "rules of a system message obeyed"),
+    ),
 )
