@@ -7,16 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-import transformers
 from transformers import PreTrainedModel
 
 from millpond.errors import DataError, OptionError
 from millpond.policy.trained.file import save_heads
 from millpond.policy.trained.networks import ACTS, SINKS, WINDOW, Gates, LayerGate
-from millpond_lab.markdown import one_per_line
+from millpond_lab.train.common.card import write_network_card
 from millpond_lab.train.common.network_run import cpu_threads
-from millpond_lab.train.common.progress import curve_rows
 from millpond_lab.train.gate.objective import CHANGED, TrainedGate
 from millpond_lab.train.gate.shares import Acts, GateJudge, share_of
 from millpond_lab.train.gate.train import GATES_START, GateLogLine, TrainedGates
@@ -88,16 +85,16 @@ def write_card(result: TrainedGates, out: Path, *, name: str, hardware: str) -> 
     """
     run, settings = result.run, result.run.settings
     trained = [gate.gate for gate in run.networks if isinstance(gate, TrainedGate)]
-    n_heads = max(len(row) for row in result.kept)
     losses = {"self": "KL divergence from the model with everything kept", "text": "cross entropy of the next token"}
-    text = CARD.format(
+    return write_network_card(
+        CARD,
+        run,
+        out,
         name=name,
-        mark=result.gates.model[:12],
-        file=out.name,
-        data=run.data.capitalize(),
-        steps=run.step,
-        seed=settings.seed,
-        check=settings.check_texts,
+        mark=result.gates.model,
+        hardware=hardware,
+        curve=COLUMNS,
+        n_heads=max(len(row) for row in result.kept),
         loss=losses[settings.teacher],
         alpha=settings.alpha,
         target=settings.target,
@@ -106,9 +103,6 @@ def write_card(result: TrainedGates, out: Path, *, name: str, hardware: str) -> 
         start=START.format("gates" if settings.start.startswith(GATES_START) else "retaining heads")
         if settings.start
         else "",
-        lr=settings.lr,
-        betas=settings.betas,
-        warmup=settings.warmup,
         clip=settings.clip,
         hidden=", ".join(dict.fromkeys(f"{len(gate.b1):,}" for gate in trained)),
         heads=len(trained[0].wq) // trained[0].width,
@@ -116,30 +110,17 @@ def write_card(result: TrainedGates, out: Path, *, name: str, hardware: str) -> 
         reads=READS[settings.acts],
         adapter=ADAPTER.format(rank=settings.lora) if settings.lora else "",
         sees="the text before a token" if settings.attention == "causal" else "the whole prompt",
-        parameters=sum(p.numel() for p in run.networks.parameters()),
         changed=CHANGED,
         units=", ".join(str(len(layer.b1)) for layer in result.gates.layers),
-        size=out.stat().st_size,
         shift=result.shift,
-        minutes=run.time_s / 60,
-        hardware=hardware,
-        torch=torch.__version__,
-        transformers=transformers.__version__,
-        unfinished="" if run.step == settings.steps else f" The run stopped before step {settings.steps:,}.",
-        curve="\n".join(curve_rows(run.log, COLUMNS)),
         low=min(result.shares),
         high=max(result.shares),
         mean=sum(result.shares) / len(result.shares),
         same=result.same,
-        columns=" | ".join(f"KV head {i}" for i in range(n_heads)),
-        rule="|".join(["---:"] * n_heads),
         kept="\n".join(
             f"| {layer} | {' | '.join(f'{value:.1%}' for value in row)} |" for layer, row in enumerate(result.kept)
         ),
     )
-    text = one_per_line(text)
-    out.with_suffix(".md").write_text(text, encoding="utf-8")
-    return text
 
 
 #: Names of the random streams: of texts that choose the shift, and of others that its result is measured on.

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -31,9 +30,9 @@ from millpond.policy.trained.networks import (
     default_width,
     quantiles_of,
 )
-from millpond_lab.markdown import one_per_line
+from millpond_lab.train.common.card import write_network_card
 from millpond_lab.train.common.network_run import NetworkRun, RunSettings, StopLimits, checkpoint_of, cpu_threads
-from millpond_lab.train.common.progress import curve_rows, step_progress
+from millpond_lab.train.common.progress import step_progress
 from millpond_lab.train.retain.features import HeadSizes, Label, LayerText, TextReader
 from millpond_lab.train.retain.texts import Texts
 
@@ -302,7 +301,7 @@ Networks {width:,} wide, {parameters:,} parameters, {size:,} bytes on disk. {min
 ## Overlap with the best tenth
 Of the tenth of the entries with the highest labels, how many have the highest scores, on {check} held-out texts.
 
-| layer | {heads} |
+| layer | {columns} |
 |---:|{rule}|
 {overlaps}
 """
@@ -320,37 +319,21 @@ def write_card(result: TrainedResult, out: Path, *, name: str, hardware: str) ->
             f", and from a quarter of the steps on every other text with eviction to {settings.budget} entries per KV "
             f"head behind every {settings.chunk} tokens"
         )
-    n_heads = max(len(row) for row in result.overlaps)
-    text = CARD.format(
+    return write_network_card(
+        CARD,
+        run,
+        out,
         name=name,
-        mark=result.heads.model[:12],
-        file=out.name,
-        data=run.data.capitalize(),
-        steps=run.step,
-        seed=settings.seed,
-        check=settings.check_texts,
+        mark=result.heads.model,
+        hardware=hardware,
+        curve=COLUMNS,
+        n_heads=max(len(row) for row in result.overlaps),
         chunks=chunks,
         label="log-probability (at least -12)" if settings.label == "log_prob" else "logit before the softmax",
         neighbours=NEIGHBOURS,
-        lr=settings.lr,
-        betas=settings.betas,
-        warmup=settings.warmup,
         clip=settings.clip,
         width=settings.width,
-        parameters=sum(p.numel() for p in run.networks.parameters()),
-        size=out.stat().st_size,
-        minutes=run.time_s / 60,
-        hardware=hardware,
-        torch=torch.__version__,
-        transformers=transformers.__version__,
-        unfinished="" if run.step == settings.steps else f" The run stopped before step {settings.steps:,}.",
-        curve="\n".join(curve_rows(run.log, COLUMNS)),
-        heads=" | ".join(f"KV head {i}" for i in range(n_heads)),
-        rule="|".join(["---:"] * n_heads),
         overlaps="\n".join(
             f"| {layer} | {' | '.join(f'{value:.2f}' for value in row)} |" for layer, row in enumerate(result.overlaps)
         ),
     )
-    text = one_per_line(text)
-    out.with_suffix(".md").write_text(text, encoding="utf-8")
-    return text
