@@ -194,9 +194,9 @@ def by_masks() -> str:
         "([rows](../../benchmarks/results/masked-kl.json), `benchmarks/quality/masked_kl.py`).\n"
         f"The verdicts are the same: {'; '.join(leads)}.\n"
         f"Windows: {len(apart['h2o'])}.\n"
-        f"`h2o` differs by at most {max(apart['h2o']):.2%}, the others by at most {', '.join(most)}: rules of `fastgen` "
-        "come from all queries there and from 128 in the cache, and `streaming` closes the gap behind the sinks in the "
-        "cache alone.\n"
+        f"`h2o` differs by at most {max(apart['h2o']):.2%}, the others by at most {', '.join(most)}: rules of "
+        "`fastgen` come from all queries there and from 128 in the cache, and `streaming` closes the gap behind the sinks in "
+        "the cache alone.\n"
     )
 
 
