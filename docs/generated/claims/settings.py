@@ -195,8 +195,8 @@ def by_masks() -> str:
         f"The verdicts are the same: {'; '.join(leads)}.\n"
         f"Windows: {len(apart['h2o'])}.\n"
         f"`h2o` differs by at most {max(apart['h2o']):.2%}, the others by at most {', '.join(most)}: rules of "
-        "`fastgen` come from all queries there and from 128 in the cache, and `streaming` closes the gap behind the sinks in "
-        "the cache alone.\n"
+        "`fastgen` come from all queries there and from 128 in the cache, and "
+        "`streaming` closes the gap behind the sinks in the cache alone.\n"
     )
 
 
