@@ -39,6 +39,38 @@ with mp.LLM("pond-recall", method="snapkv", budget=64) as llm:
 """
 
 
+#: Each feature behind an extra of its own, with the command line and without the libraries of any other extra.
+FEATURES = """
+import sys
+
+EXTRAS = ("matplotlib", "fastapi", "uvicorn", "prometheus_client", "markdown_it", "nh3", "xgrammar")
+sys.modules.update(dict.fromkeys((*EXTRAS, "gguf", "PIL", "ray", "triton", "datasets")))
+
+from typer.testing import CliRunner
+
+import millpond as mp
+from millpond.cli.app import app
+from millpond.cluster import generate_dataset
+from millpond.engine.grammar import compiler
+from millpond.images import reader
+
+open("model.gguf", "wb").write(b"GGUF" + (3).to_bytes(4, "little") + bytes(16))
+for command in ("serve", "batch in.jsonl --out out", "demo"):
+    print(CliRunner().invoke(app, command.split()).output)
+for feature in (
+    lambda: mp.load_model("model.gguf"),
+    lambda: generate_dataset(None, "pond-recall"),
+    lambda: compiler._xgrammar("a rule"),
+    reader._pillow,
+    lambda: __import__("millpond.kernels.gpu"),
+):
+    try:
+        feature()
+    except mp.OptionError as error:
+        print(error)
+"""
+
+
 def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", BARE + code], capture_output=True, text=True, check=False)
 
@@ -59,6 +91,16 @@ def test_what_needs_an_extra_names_it(code: str, extra: str) -> None:
     done = run(code)
     assert done.returncode != 0
     assert install_command(extra) in done.stderr
+
+
+@pytest.mark.slow
+def test_every_feature_behind_an_extra_names_it(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FEATURES], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    for extra in ("server", "plot", "gguf", "cluster", "constrained", "vision", "gpu"):
+        assert install_command(extra) in said, f"{extra}: {said}"
+    assert said.count(install_command("server")) == 2, "serve and batch"
 
 
 def test_a_library_that_is_there_is_handed_over() -> None:
