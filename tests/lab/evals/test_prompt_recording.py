@@ -138,6 +138,7 @@ def test_a_run_tries_once_to_record_what_is_too_large(monkeypatch: pytest.Monkey
     assert len(seen) == len(alone) + 1
 
 
+@pytest.mark.in_turns(0, of=5)
 @pytest.mark.parametrize("protocol", ["aware", "agnostic", "turns"])
 @pytest.mark.parametrize("kind", ["generate", "choice", "perplexity", "fidelity"])
 def test_records_are_those_without_recordings(kind: Any, protocol: Protocol) -> None:
