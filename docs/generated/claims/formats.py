@@ -11,13 +11,13 @@ from generated.claims.form import (
     NO_LOSS,
     PARTLY,
     REPRODUCED,
-    UNSEEN,
     Claim,
     Tried,
     ahead,
     of_all,
     over_windows,
     shown,
+    verdict,
     within,
 )
 from generated.results import read
@@ -89,7 +89,7 @@ def ladder() -> Tried:
             settings = [f"full/kvquant{bits}_{step}" for step in STEPS]
             kl = judged.losses(own, *settings)
             leads = [ahead(more, less) for less, more in itertools.pairwise(kl)]
-            verdicts += [REPRODUCED if lead.low > 0 else CONTRADICTED if lead.high < 0 else UNSEEN for lead in leads]
+            verdicts += [verdict(lead.low, lead.high, 0.0) for lead in leads]
             first, *later = (
                 f"{says} {over_windows(one).mean:.3f}" for says, one in zip(STEPS.values(), kl, strict=True)
             )

@@ -12,7 +12,6 @@ from generated.claims.form import (
     PARTLY,
     REPRODUCED,
     SEED,
-    UNSEEN,
     Claim,
     Tried,
     ahead,
@@ -97,7 +96,7 @@ def beside(*sides: Sides) -> Callable[[], Tried]:
                 )
                 parts.append(f"`{_short(first)}` {shown(over_windows(mine))}, {each}")
                 held.append(" and ".join(f"{share(own, one):.1%}" for one in (first, *others)))
-                verdicts += map(_order, leads)
+                verdicts += [verdict(lead.low, lead.high, 0.0) for lead in leads]
             if known:
                 counts.append(f"{name}, {len(mine)} windows of {own['prompt']:,} of three texts")
         if not verdicts:
@@ -112,10 +111,6 @@ def beside(*sides: Sides) -> Callable[[], Tried]:
         )
 
     return tried
-
-
-def _order(found: Any) -> str:
-    return REPRODUCED if found.low > 0 else CONTRADICTED if found.high < 0 else UNSEEN
 
 
 def _short(setting: str) -> str:
@@ -178,11 +173,10 @@ def by_masks() -> str:
         first, *others = (one for one in masked["settings"] if "fastgen" in one)
         for other in others:
             lead, by_cache = (ahead(*losses(one, first, other)) for one in (masked, own))
-            if _order(lead) != _order(by_cache):
+            found, with_cache = (verdict(one.low, one.high, 0.0) for one in (lead, by_cache))
+            if found != with_cache:
                 raise SystemExit(f"masked-kl.json and setting-texts.json differ about {first} and {other}")
-            leads.append(
-                f"`{_short(first)}` loses {shown(lead)} nats a token less than `{_short(other)}` ({_order(lead)})"
-            )
+            leads.append(f"`{_short(first)}` loses {shown(lead)} nats a token less than `{_short(other)}` ({found})")
     if max(apart["h2o"]) > APART:
         raise SystemExit(
             f"masked-kl.json and setting-texts.json differ by {max(apart['h2o']):.1%} with h2o: one of them is wrong"

@@ -130,6 +130,29 @@ def test_neighbouring_keys_are_alike_where_tokens_are_the_same(
     assert own["same"]["random"][0] < alike, "RoPE turns keys that are further apart away from each other"
 
 
+def test_the_table_of_readings_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    essay, out = QUALITY.parents[1] / "README.md", tmp_path / "table.json"
+    monkeypatch.syspath_prepend(QUALITY)
+
+    def table(*settings: str, length: int = 400) -> Any:
+        given = ["reading_table.py", "pond-text", *settings, "--essay", str(essay), "--length", str(length)]
+        threads = str(torch.get_num_threads())
+        given += ["--contexts", "1", "--dtype", "f32", "--threads", threads, "--out", str(out)]
+        monkeypatch.setattr(sys, "argv", given)
+        runpy.run_path(str(QUALITY / "reading_table.py"), run_name="__main__")
+        return json.loads(out.read_text(encoding="utf-8"))["settings"]
+
+    found = table("full", "full/int4")
+    more = table("full", "full/int4", "snapkv@20%")
+    assert {name: more[name] for name in found} == found, "what the file has is not measured again"
+    assert {name: len(row["found"]) for name, row in more.items()} == {"full": 1, "full/int4": 1, "snapkv@20%": 1}
+    assert all(row["peak"][0] >= row["held"][0] > 0 for row in more.values())
+    assert more["full"]["held"][0] > 1 > 0.5 > more["full/int4"]["held"][0]
+    assert more["full"]["held"][0] > 1 > 0.5 > more["snapkv@20%"]["held"][0]
+    with pytest.raises(SystemExit, match="has texts of another kind"):
+        table("full", length=300)
+
+
 def test_no_part_calibrates_on_what_it_judges(tmp_path: Path) -> None:
     for name in ("python", "millpond"):
         program = tmp_path / name
