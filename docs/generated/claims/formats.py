@@ -97,7 +97,8 @@ def ladder() -> Tried:
                 f"{says} (less by {lead.low:.3f} to {lead.high:.3f})" for says, lead in zip(later, leads, strict=True)
             ]
             parts.append(f"{name} {bits} bits: {', '.join([first, *steps])}")
-            held.append(", ".join(f"{judged.share(own, one):.0%}" for one in settings))
+            shares = [judged.share(own, one) for one in settings]
+            held.append(f"{', '.join(f'{one:.0%}' for one in shares)}: {1 / shares[-1]:.1f} x the tokens in one memory")
         models.append(f"{name}, {len(kl[0])} windows of {own['prompt']:,} of three texts")
     return Tried(
         f"KL in nats a token; {'; '.join(parts)}",
