@@ -17,6 +17,10 @@ NAMES = {"smollm2-135m": "SmolLM2-135M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.
 #: Stored forms that the README's table shows.
 STORED = (Setting("stored:bits=1.5"), Setting("stored:bits=1"))
 
+#: Settings that evict, shown with the contexts that they have: in the README's table, and in the picture alone.
+EVICTING = (Setting("kvzip", "60%", "rotated4"), Setting("h2o", "20%"))
+PICTURED = (Setting("snapkv", "20%"),)
+
 #: Families of tasks that each model should have rows of before a default is changed by them.
 FAMILIES = 6
 
@@ -48,8 +52,8 @@ def board() -> str:
 
 
 def board_summary() -> str:
-    """The README's table: both models, the full cache, the presets and some stored forms."""
-    found, shown = in_short(), {FULL, *presets(), *STORED}
+    """The README's table: both models, the full cache, the presets, settings that evict and stored forms."""
+    found, shown = in_short(), {FULL, *presets(), *EVICTING, *STORED}
     table = summary_table(replace(found, lines=[line for line in found.lines if line.setting in shown]), NAMES)
     for setting, name in presets().items():
         default = ", the default" if name == DEFAULT_PRESET else ""
@@ -59,7 +63,7 @@ def board_summary() -> str:
 
 def in_short() -> Summary:
     """What each setting keeps of both models' answers."""
-    return summary(read("board"), list(NAMES))
+    return summary(read("board"), list(NAMES), (*EVICTING, *PICTURED))
 
 
 def presets() -> dict[Setting, str]:

@@ -17,9 +17,10 @@ import pytest
 
 from millpond.errors import OptionError
 from millpond_lab.evals.decoding.record import Cell, Record
-from millpond_lab.evals.report.board import Setting, kept
+from millpond_lab.evals.report.board import FULL, Setting, kept
 from millpond_lab.evals.report.board_summary import summary, summary_table
 from millpond_lab.evals.report.default_choice import choice_table, choose, judged, points
+from millpond_lab.evals.report.plots.board import board_picture
 from millpond_lab.evals.task import TASKS, task
 from tests.helpers.evals.small import TinyTask, save_tiny, tiny_samples
 
@@ -161,8 +162,26 @@ def test_the_summary_has_the_mean_and_the_worst_of_the_tasks_that_are_solved() -
     assert (
         summary_table(summary(fewer, ["one"]), {"one": "First"})
         .splitlines()[3]
-        .endswith("a 1.00 (1.00 to 1.00), of 1 task |")
+        .endswith("| a 1.00 (1.00 to 1.00) |")
     )
+
+
+def test_the_summary_names_the_contexts_of_settings_that_may_have_fewer() -> None:
+    full, half, few = [1.0] * 8, [1.0, 0.0] * 4, Setting("h2o", "20%")
+    rows = report(
+        one={
+            "full": {"bytes": 1, "facts": half, "code": full, "copy": full},
+            "h2o,20%,auto": {"bytes": 0.2, "facts": half[:2], "code": [0.0, 1.0, 0.0, 0.0]},
+        },
+        two={"full": {"bytes": 1, "facts": full}},
+    )
+    models, names = ["one", "two"], {"one": "First", "two": "Second"}
+    assert [line.setting for line in summary(rows, models).lines] == [FULL]
+    found = summary(rows, models, [few])
+    last = summary_table(found, names).splitlines()[-1]
+    assert last.startswith("| `h2o 20%` | 20% | 0.62; code 0.25 (0.00 to ")
+    assert last.endswith(", 4 contexts), of 2 tasks |  |"), "as many of the full cache's, none of the second"
+    board_picture(found, names, {})
 
 
 def test_the_fewest_bytes_that_keep_enough_on_every_task_are_chosen() -> None:

@@ -75,6 +75,7 @@ def _panel(
     axis.set_xscale("log", base=2)
     axis.axhline(1.0, color=INK, linewidth=0.9, linestyle=(0, (5, 3)), zorder=1.5)
     for (words, lines), colour in zip(series.items(), _colours(series).values(), strict=True):
+        lines = [line for line in lines if name in line.models]
         shares = [line.bytes for line in lines]
         means = [1.0 if line.setting == FULL else line.models[name].mean for line in lines]
         least = [line.models[name].least for line in lines]
