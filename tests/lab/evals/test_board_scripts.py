@@ -160,9 +160,7 @@ def test_the_summary_has_the_mean_and_the_worst_of_the_tasks_that_are_solved() -
     assert lines[3].endswith("| 1.00; facts 1.00 (1.00 to 1.00) |")
     fewer = report(one={"full": {"bytes": 1, "a": full, "b": full}, "full,,int4": {"bytes": 0.3, "a": full}})
     assert (
-        summary_table(summary(fewer, ["one"]), {"one": "First"})
-        .splitlines()[3]
-        .endswith("| a 1.00 (1.00 to 1.00) |")
+        summary_table(summary(fewer, ["one"]), {"one": "First"}).splitlines()[3].endswith("| a 1.00 (1.00 to 1.00) |")
     )
 
 
