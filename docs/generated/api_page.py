@@ -41,7 +41,7 @@ GROUPS = {
         "plan",
         "Plan",
     ),
-    "Models": ("load_model", "load_tokenizer"),
+    "Models": ("load_model", "load_tokenizer", "model_folder"),
     "Methods and number formats": ("list_methods", "list_codecs", "Policy"),
     "Errors": (
         "MillpondError",

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from millpond.methods import list_methods as list_methods
     from millpond.models.load import load_model as load_model
     from millpond.models.load import load_tokenizer as load_tokenizer
+    from millpond.models.load import model_folder as model_folder
     from millpond.policy.policy import Policy as Policy
     from millpond.presets import preset as preset
     from millpond.presses import press as press
@@ -89,6 +90,7 @@ _HOME = {
     "list_methods": "millpond.methods",
     "load_model": "millpond.models.load",
     "load_tokenizer": "millpond.models.load",
+    "model_folder": "millpond.models.load",
     "plan": "millpond.engine.offload.planner",
     "preset": "millpond.presets",
     "press": "millpond.presses",

@@ -84,6 +84,24 @@ def resolve(name: str | os.PathLike[str], dtype: str | None = "auto") -> str:
     return str(converted_folder(gguf, dtype) if gguf else folder or text)
 
 
+def model_folder(name: str) -> str | None:
+    """Return the folder of an installed or downloaded model, to give it to another program.
+
+    None for other names, such as hub ids, and where the working directory has a file or folder of that name.
+
+    Args:
+        name: Name of the model, as `millpond models list` shows it.
+
+    Raises:
+        OptionError: the model was not downloaded, or its package is not installed.
+
+    Example:
+        >>> model_folder("pond-recall").endswith("pond-recall"), model_folder("Qwen/Qwen3-8B")
+        (True, None)
+    """
+    return resolve(name) if name in known_models() and not Path(name).exists() else None
+
+
 def load_model(
     name: str | os.PathLike[str], dtype: str | torch.dtype = "auto", *, trust_remote_code: bool = False
 ) -> PreTrainedModel:

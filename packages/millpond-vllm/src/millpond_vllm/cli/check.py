@@ -21,6 +21,7 @@ from millpond_vllm.cli.engine_options import (
     Recent,
     engine_settings,
 )
+from millpond_vllm.cli.model_name import with_model_folder
 from millpond_vllm.cli.vllm_arguments import vllm_arguments
 from millpond_vllm.event_times import CHUNK
 from millpond_vllm.model_report import KVBytes, ModelReport, method_refusals, report
@@ -47,7 +48,7 @@ def check(
     """
     given = engine_settings(method, budget, recent, prefill, chunk, force, option)
     console = Console()
-    arguments = vllm_arguments(context.args, engine_arguments(given))
+    arguments = vllm_arguments(with_model_folder(context.args), engine_arguments(given))
     try:
         compat.vllm_version()
         config = compat.serve_config(arguments)

@@ -20,6 +20,7 @@ from millpond_vllm.cli.engine_options import (
     Recent,
     engine_settings,
 )
+from millpond_vllm.cli.model_name import with_model_folder
 from millpond_vllm.cli.vllm_arguments import vllm_arguments
 from millpond_vllm.event_times import CHUNK
 from millpond_vllm.platform_classes import engine_arguments
@@ -43,7 +44,7 @@ def serve(
     """
     with _metrics_of_processes():  # before vLLM is imported, which looks for the folder then
         engine = engine_arguments(engine_settings(method, budget, recent, prefill, chunk, force, option))
-        arguments = vllm_arguments(context.args, engine)
+        arguments = vllm_arguments(with_model_folder(context.args), engine)
         compat.check_version(force=force)
         compat.run_serve(arguments)
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from millpond import OptionError
 from millpond_vllm import compat
 from millpond_vllm.cli.engine_options import Force
+from millpond_vllm.cli.model_name import with_model_folder
 from millpond_vllm.cli.vllm_arguments import vllm_arguments
 from millpond_vllm.platform_classes import engine_arguments
 from millpond_vllm.trial.log import read_log
@@ -70,7 +71,7 @@ def _log_of(arguments: Sequence[str]) -> tuple[Path, list[str]]:
     """Return the log, and the arguments of `vllm serve`."""
     if len(arguments) < 2 or any(part.startswith("-") for part in arguments[:2]):
         raise OptionError("give the log and the model first: millpond-vllm trial log.jsonl MODEL")
-    return Path(arguments[0]), list(arguments[1:])
+    return Path(arguments[0]), with_model_folder(arguments[1:])
 
 
 def _table(rows: Sequence[TrialRow]) -> Table:
