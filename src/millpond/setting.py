@@ -144,7 +144,7 @@ def check_settings(owner: Any) -> None:
 
     Raises:
         OptionError: See `Setting.checked`.
-        BudgetError: An amount of bytes is none.
+        BudgetError: A value is not an amount of bytes.
     """
     kind = type(owner)
     defaults = {one.name: one for one in dataclasses.fields(kind)}
