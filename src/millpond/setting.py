@@ -59,7 +59,7 @@ class Setting:
 
     @property
     def rule(self) -> str:
-        """Range of a number in words; "" where there is none."""
+        """Range of a number in words; "" if there is none."""
         parts = {"at least": self.at_least, "above": self.above}
         said = [f"{words} {end:g}" for words, end in parts.items() if end is not None]
         return " and ".join([*said, *(["finite"] if self.finite else [])])
