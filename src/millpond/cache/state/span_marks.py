@@ -64,7 +64,7 @@ def shares_of_tensors(spans: Tensor, shares: Tensor) -> tuple[SpanShare, ...]:
     """Return the spans with shares from a file's tensors: spans (m, 2), shares (m,) float64.
 
     Raises:
-        DataError: they are none.
+        DataError: the tensors are not spans with shares.
     """
     are_pairs = spans.dtype in (torch.int32, torch.int64) and spans.ndim == 2 and spans.shape[1] == 2
     if not are_pairs or shares.dtype is not torch.float64 or shares.shape != spans.shape[:1] or len(spans) > MAX_SHARES:
