@@ -16,6 +16,8 @@ from threading import Timer
 from types import FrameType
 from typing import Any
 
+from gpu_goals import goal_text
+
 Row = dict[str, Any]
 
 #: Seconds after its end in which a run may still write its last row, before the process is ended.
@@ -58,16 +60,18 @@ class RowFile:
         self._done = {
             (row["section"], row["cell"])
             for row in read_rows(path)
-            if row.get("card") == machine["card"] and "error" not in row and row.get("ok") is not False
+            if row.get("card") == machine["card"] and not {"error", "skipped"} & set(row) and row.get("ok") is not False
         }
 
     def has(self, cell: Cell) -> bool:
-        """Whether the file has a row of this cell on this card that is neither an error nor a mismatch."""
+        """Whether the file has figures of this cell on this card, and no mismatch."""
         return (cell.section, cell.name) in self._done
 
     def append(self, cell: Cell, figures: Mapping[str, Any], seconds: float) -> Row:
-        """Write the row of a cell, at once."""
+        """Write the row of a cell, at once; its goals stand beside its figures."""
+        goal = goal_text(cell.section, cell.name)
         row = {"section": cell.section, "cell": cell.name, **self._machine, "seconds": round(seconds, 2), **figures}
+        row |= {"goal": goal} if goal else {}
         line = (json.dumps(row) + "\n").encode()
         handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
@@ -132,6 +136,7 @@ class CellRunner:
 
     Attributes:
         failed: cells that raised something, or whose row says that it is not ok. left_out: those without time.
+        ran: the rows of all that were run.
     """
 
     def __init__(
@@ -140,6 +145,7 @@ class CellRunner:
         self._rows, self._clock, self._tell, self._texts = rows, clock, tell, texts
         self.failed: list[str] = []
         self.left_out: list[str] = []
+        self.ran: list[Row] = []
 
     def run(self, cells: Sequence[Cell]) -> None:
         """Run the cells that have no row yet, section by section; an error is a row, and the next cell runs."""
@@ -170,6 +176,7 @@ class CellRunner:
             figures = {"error": f"{type(error).__name__}: {error}"[:500], "where": traceback.format_exc()[-900:]}
         took = time.perf_counter() - begin
         row = self._rows.append(cell, figures, took)
+        self.ran.append(row)
         if "error" in row or row.get("ok") is False:
             self.failed.append(f"{cell.section} {cell.name}")
         self._tell(f"{cell.section} {cell.name}: {shown(figures)} ({took:.1f} s)")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parents[4] / "benchmarks" / "gpu"
+sys.path.insert(0, str(FOLDER))
 MACHINE = {"card": "a card", "torch": "2.0"}
 
 
@@ -135,8 +136,13 @@ def test_every_section_runs_in_small_on_a_cpu(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "gpu-rows.jsonl").read_text().splitlines()]
-    wanted = {"rates", "profile", "step", "steady", "prompt", "generate", "kernels", "offload"}
+    wanted = {"rates", "profile", "step", "steady", "served", "prompt", "generate", "kernels"}
+    wanted |= {"offload", "latency", "storage"}
     wanted |= {f"tokens: {part}" for part in ("methods", "codecs", "engine", "places")}
     assert {row["section"] for row in rows} == wanted
     assert all(row["ok"] for row in rows if row["section"].startswith("tokens"))
-    assert all(row["ratio"] > 0 for row in rows if row["section"] in ("step", "steady", "prompt", "generate"))
+    bounded = ("step", "steady", "prompt", "generate", "latency", "storage")
+    assert all(row["ratio"] > 0 for row in rows if row["section"] in bounded)
+    assert all(row["bound_tokens_per_s"] > 0 for row in rows if row["section"] in ("steady", "served"))
+    assert all(row["bound_ms"] > 0 for row in rows if row["section"] == "offload" and "accelerate" not in row["cell"])
+    assert "goal: steady h2o 20%: at least 3 x full: " in done.stdout
