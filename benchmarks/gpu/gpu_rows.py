@@ -49,6 +49,8 @@ class Cell:
 class RowFile:
     """A file of JSON lines, a row for each cell; several processes may append to it.
 
+    A line that says where the rows behind it were measured stands before them, once; see `read_rows`.
+
     Args:
         path: of the file; its folder is made.
         machine: what every row says of where it was measured, the card among it.
@@ -57,6 +59,10 @@ class RowFile:
     def __init__(self, path: Path, machine: Row) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._machine = path, machine
+        lines = [] if not path.exists() else path.read_text(encoding="utf-8").splitlines()
+        machines = [line for line in lines if line.startswith(_MACHINE)]
+        if not machines or json.loads(machines[-1])["machine"] != machine:
+            self._write({"machine": machine})
         self._done = {
             (row["section"], row["cell"])
             for row in read_rows(path)
@@ -70,22 +76,36 @@ class RowFile:
     def append(self, cell: Cell, figures: Mapping[str, Any], seconds: float) -> Row:
         """Write the row of a cell, at once; its goals stand beside its figures."""
         goal = goal_text(cell.section, cell.name)
-        row = {"section": cell.section, "cell": cell.name, **self._machine, "seconds": round(seconds, 2), **figures}
+        row = {"section": cell.section, "cell": cell.name, "seconds": round(seconds, 2), **figures}
         row |= {"goal": goal} if goal else {}
-        line = (json.dumps(row) + "\n").encode()
+        self._write(row)
+        return {**self._machine, **row}
+
+    def _write(self, found: Row) -> None:
+        line = (json.dumps(found, separators=(",", ":")) + "\n").encode()
         handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             os.write(handle, line)  # one call, so that lines of two processes do not mix
         finally:
             os.close(handle)
-        return row
+
+
+#: Begins a line that says where the rows behind it were measured.
+_MACHINE = '{"machine":'
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows of a file, in the order in which they were written; [] where there is none."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    """All rows of a file, in the order in which they were written, each with its machine; [] where there is none.
+
+    A row says where it was measured, or the last line before it that says so for all behind it.
+    """
+    rows, machine = list[Row](), Row()
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        if line.startswith(_MACHINE):
+            machine = json.loads(line)["machine"]
+        elif line.strip():
+            rows.append({**machine, **json.loads(line)})
+    return rows
 
 
 class RunClock:

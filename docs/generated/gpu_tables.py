@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from generated.gpu_goal_table import goal_table
 from generated.gpu_longer_tables import latency_table, offload_table, served_table, storage_table
+from generated.results import ROOT
 from millpond_lab.bench.common.report import markdown_table
+
+sys.path.append(str(ROOT / "benchmarks" / "gpu"))
+
+from gpu_rows import read_rows
 
 Row = dict[str, Any]
 #: What the tables show of the kernels of one layer; the file has more.
@@ -18,7 +23,7 @@ PAGES = 64
 
 def read(path: Path) -> list[Row]:
     """The rows of a file, the last one of each cell and card."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = read_rows(path)
     return list({(row["card"], row["section"], row["cell"]): row for row in rows}.values())
 
 

@@ -69,6 +69,17 @@ def test_a_run_goes_on_from_the_rows_that_are_there(tmp_path: Path) -> None:
     assert ran[-1] == "good"
 
 
+def test_where_rows_were_measured_is_written_once(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"section": "step", "cell": "old", "card": "an old card"}) + "\n")
+    for card, name in (("a card", "a"), ("a card", "b"), ("another card", "a")):
+        runner(path, card=card).run([cell(name, lambda: {"ms": 1.0})])
+    found = [(row["card"], row.get("torch"), row["cell"]) for row in gpu_rows.read_rows(path)]
+    known = [("a card", "2.0", "a"), ("a card", "2.0", "b"), ("another card", "2.0", "a")]
+    assert found == [("an old card", None, "old"), *known]
+    assert path.read_text().count("torch") == 2
+
+
 def test_each_row_is_there_before_the_next_cell(tmp_path: Path) -> None:
     path, seen = tmp_path / "rows.jsonl", []
 
@@ -135,7 +146,7 @@ def test_every_section_runs_in_small_on_a_cpu(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", FOLDER / "run_all.py", "--dry-run", "--out", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    rows = [json.loads(line) for line in (tmp_path / "gpu-rows.jsonl").read_text().splitlines()]
+    rows = gpu_rows.read_rows(tmp_path / "gpu-rows.jsonl")
     wanted = {"rates", "profile", "step", "steady", "served", "prompt", "generate", "kernels"}
     wanted |= {"offload", "latency", "storage"}
     wanted |= {f"tokens: {part}" for part in ("methods", "codecs", "engine", "places")}
