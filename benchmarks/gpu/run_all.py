@@ -159,8 +159,8 @@ def main() -> int:
     for name, run in runs:
         if name in chosen:
             run()
-    for row in read_rows(options.out / FILE) if options.part is None else []:
-        if "skipped" in row and row["card"] == described["card"]:
+    for row in runner.ran:
+        if "skipped" in row:
             print(f"{row['section']} {row['cell']}: not run: {row['skipped']}", flush=True)
     if options.part is None:
         tell_goals(options.out / FILE, described["card"])
