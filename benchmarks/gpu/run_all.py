@@ -14,11 +14,11 @@ Sections (--only takes a comma-separated choice); their cells run in the order o
     steady    tokens a second of as many requests of 8,192 or 32,768 tokens as 30 GB hold
     served    the same end to end: requests arrive, prompts are read, answers of 256 and 2,048 tokens are written
     prompt    seconds to the first token of 8,192 and 32,768 tokens, ours and transformers' with flash attention
-    tokens    every method and codec in generate() and in the engine, placements: tokens against the CPU's
     generate  generate() under our caches, DynamicCache, StaticCache and compiled StaticCache
     offload   OPT-6.7B and OPT-30B shapes inside 16 GB, ours and Accelerate's
     latency   seconds of one batch on the same two shapes, all on the device: the batches of H2O's Table 5
     storage   the codec transform: gigabytes a second that are coded and decoded
+    tokens    every method and codec in generate() and in the engine, placements: tokens against the CPU's
     profile   kernels, launches, waits and gaps of a decoding step
     kernels   decoding and causal attention of one layer, codes and bf16
 --dry-run runs all of them in small on the CPU, Triton in its interpreter: a test of this script, not of speed.
@@ -38,7 +38,7 @@ if "--dry-run" in sys.argv:
 
 from gpu_bench import Bench
 from gpu_engine import LONG, STEADY, profile_cells, rates_cells, steady_cells, step_cells
-from gpu_generate import FIRST_CACHES, OTHER_CACHES, generate_cells
+from gpu_generate import COMPILED, FIRST_CACHES, OTHER_CACHES, generate_cells
 from gpu_goals import to_show, verdict_text, verdicts
 from gpu_latency import latency_cells
 from gpu_machine import Machine
@@ -55,6 +55,8 @@ FILE = "gpu-rows.jsonl"
 PARTS = 12
 #: Settings of a section that run before the other sections: full, h2o and fp8, whose rows goals compare.
 FIRST_SETTINGS = 3
+#: Cells of the smaller offloaded model that run before the others: h2o, full and Accelerate, short answers.
+FIRST_OFFLOADED = 3
 #: Seconds that they take together at most, imports and kernels that are compiled included.
 TOKENS_S = 100.0
 
@@ -105,9 +107,9 @@ def stages(
         else:
             compare_tokens(options, machine, clock, runner)
 
-    def offload(size: str) -> Callable[[], None]:
+    def offload(size: str, first: int = 0, last: int | None = None) -> Callable[[], None]:
         rows = options.out / FILE
-        return cells(lambda: offload_cells(machine, lambda: bench.rates, size, rows), apart=True)
+        return cells(lambda: offload_cells(machine, lambda: bench.rates, size, rows)[first:last], apart=True)
 
     return [
         ("rates", cells(lambda: rates_cells(bench))),
@@ -115,12 +117,14 @@ def stages(
         ("steady", cells(lambda: steady_cells(bench, STEADY))),
         ("served", cells(lambda: served_cells(bench, last=FIRST_SETTINGS))),
         ("prompt", cells(lambda: prompt_cells(bench, with_goal=True))),
-        ("tokens", tokens),
         ("generate", cells(lambda: generate_cells(bench, FIRST_CACHES))),
-        ("offload", offload("6.7B")),
+        ("offload", offload("6.7B", last=FIRST_OFFLOADED)),
         ("steady", cells(lambda: steady_cells(bench, LONG, last=FIRST_SETTINGS))),
         ("latency", cells(lambda: latency_cells(bench, "6.7B"), apart=True)),
         ("storage", cells(lambda: storage_cells(bench))),
+        ("tokens", tokens),
+        ("generate", cells(lambda: generate_cells(bench, [COMPILED]))),
+        ("offload", offload("6.7B", first=FIRST_OFFLOADED)),
         ("latency", cells(lambda: latency_cells(bench, "30B"), apart=True)),
         ("offload", offload("30B")),
         ("step", cells(lambda: step_cells(bench, with_goal=False))),
