@@ -89,6 +89,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("full", 512, STEPS, 110.0),
         Case("accelerate 4", 32, 0, 300.0),
         Case("accelerate 4", 512, STEPS, 1.0),
+        Case(SEARCHED, 512, STEPS, 190.0),
     ),
 }
 _WEIGHTS = WeightFolder()
