@@ -63,9 +63,10 @@ def spare_bytes(total_bytes: int) -> int:
 
 
 def page_limit(model: PackedModel, config: EngineConfig, cuda: Any = torch.cuda) -> int | None:
-    """Return the most bytes of all pages: `kv_memory`, or on a GPU what it has left; None: no limit.
+    """Return the most bytes of all pages, or None for no limit.
 
-    With it a request waits that a GPU has no memory for, which without a limit would fail in the midst of a step.
+    They are `kv_memory`, or on a GPU what it has left: so a request waits that it has no memory for, which without a
+    limit would fail in the midst of a step.
 
     Args:
         model: The model, on its device.

@@ -125,7 +125,9 @@ class RequestValidator:
         return growth_bytes(lambda new: estimate(group.cache_factory, prompt, new, n).each, most)
 
     def _check_need(self, need: MemoryNeed, n: int, prompt: int, most: int) -> None:
-        """Check that a request fits in memory alone: whole where it is promised its memory, else its prompt.
+        """Check that a request fits in memory alone.
+
+        Where its memory is promised to it, all of it must fit, else its prompt.
 
         Raises:
             BudgetError: it does not.

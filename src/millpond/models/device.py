@@ -52,7 +52,9 @@ def check_dtype_there(device: torch.device, dtype: torch.dtype, *, cuda: Any = t
 
 
 def check_room_for(device: torch.device, n_bytes: int, *, cuda: Any = torch.cuda) -> None:
-    """Check that the weights of a model fit on a device; others than CUDA devices are not asked.
+    """Check that the weights of a model fit on a device.
+
+    Others than CUDA devices are not asked.
 
     Args:
         device: The device.

@@ -130,7 +130,7 @@ def on_its_device(op: Callable[P, R]) -> Callable[P, R]:
 
 
 def _not_compiled(op: str, device: torch.device, error: Exception) -> OptionError:
-    """Return the error of a kernel that a device does not take; nothing else runs in its place."""
+    """Return the error of a kernel that a device does not take: nothing else replaces it."""
     reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
     where = str(Card.of(device)) if device.type == "cuda" else "the interpreter of Triton"
     return OptionError(
