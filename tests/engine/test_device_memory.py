@@ -10,12 +10,14 @@ import pytest
 import torch
 
 import millpond as mp
+from millpond.cache.batch_cache import BatchCache
 from millpond.engine import components
 from millpond.engine.config import EngineConfig
 from millpond.engine.device_memory import LEAST_SPARE, DeviceRoom, page_limit
 from millpond.engine.engine import Engine
 from millpond.engine.offload.open_on_device import check_device_memory
 from millpond.engine.offload.options import LoadOptions
+from millpond.engine.scheduler_request import RequestStatus
 from millpond.kernels.card import Card
 from millpond.models.device import check_dtype_there, check_room_for
 from tests.helpers.engine.helpers import add, ask, engine_for, finish, greedy
@@ -124,10 +126,10 @@ def test_an_engine_asks_for_the_dtype_too() -> None:
 # ---------------------------------------------------------------------- engines that have so much
 
 
-def left(monkeypatch: pytest.MonkeyPatch, n_bytes: int, **options: Any) -> Engine:
+def left(monkeypatch: pytest.MonkeyPatch, n_bytes: int, method: str = "full") -> Engine:
     """An engine whose GPU has so much left for pages."""
     monkeypatch.setattr(components, "page_limit", lambda model, config: n_bytes)
-    return engine_for("full", **options)
+    return engine_for(method)
 
 
 def answers(engine: Engine) -> list[Any]:
@@ -195,7 +197,29 @@ def test_requests_wait_where_a_pass_runs_out_of_memory(
     limit = engine._parts.memory.limit_bytes
     assert limit is not None
     assert limit < 6 * need
-    assert f"they get {limit:,} from now on" in caplog.text
+    assert f"they get {limit:,} until" in caplog.text
+    monkeypatch.undo()
+    assert answers(engine) == expected  # later ones have all of it again
+    assert engine._parts.memory.limit_bytes == 6 * need
+    engine.close()
+
+
+def test_requests_wait_where_the_plan_of_a_prompt_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = engine_for("h2o")
+    expected = answers(free)
+    free.close()
+    engine = left(monkeypatch, 10**8, method="h2o")
+    run, full = BatchCache.run_plans, [True, True]
+
+    def short(cache: BatchCache) -> None:
+        if full and engine._scheduler.count(RequestStatus.DECODE) > 1:
+            full.pop()
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        run(cache)
+
+    monkeypatch.setattr(BatchCache, "run_plans", short)
+    assert answers(engine) == expected
+    assert not full
     engine.close()
 
 

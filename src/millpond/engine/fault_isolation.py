@@ -4,8 +4,8 @@ Such a pass leaves some layers with its tokens and others without. So the caches
 prompts are read again, and then the tokens that they have; they share passes until they reach the failed one. There
 each takes its next pass alone: one that fails again has failed, and one that does not is free of suspicion.
 
-Where a device ran out of memory, pages get less of it from then on, so that fewer requests run together and others
-wait.
+Where a device ran out of memory, pages get less of it until these requests have ended, so that fewer run together and
+others wait.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class FaultIsolation:
         self._scheduler, self._requests, self._shared_prefixes = parts.scheduler, parts.requests, parts.shared_prefixes
         self._file_loads, self._layers, self._parts = parts.file_loads, parts.model.layers, parts
         self._last_was_alone = False  # the last pass was one of a request that takes part in no pass of others
+        self._full_limit: int | None = None  # of pages, while they have less since a device ran out of memory
+        self._until_ended: set[RequestState] = set()  # the requests of that time
         self.n_restarted = 0
         self.fatal = False
 
@@ -53,6 +55,8 @@ class FaultIsolation:
         Returns:
             A request that is free of suspicion if it passes, or None.
         """
+        if self._full_limit is not None:
+            self._restore_limit()
         parts = [*((scheduled, 1) for scheduled in step.decodes), *step.prefills]
         suspects = [
             (state, n) for scheduled, n in parts if (state := self._requests[scheduled.key]).suspicion is not None
@@ -142,14 +146,21 @@ class FaultIsolation:
             torch.cuda.empty_cache()
         if isinstance(memory, TierLimits) or memory.limit_bytes is None:
             return  # what lies on a device has no limit of its own there
-        lowered = min(memory.limit_bytes, held) - spare_bytes(memory.limit_bytes)
-        memory.limit_bytes = min(memory.limit_bytes, max(lowered, memory.nbytes))
+        self._full_limit = memory.limit_bytes if self._full_limit is None else self._full_limit
+        self._until_ended = set(self._requests)
+        memory.limit_bytes = min(memory.limit_bytes, max(held - spare_bytes(held), memory.nbytes))
         _log.warning(
-            "the device ran out of memory with %s bytes in pages: they get %s from now on, and requests wait that do "
-            "not fit",
+            "the device ran out of memory with %s bytes in pages: they get %s until these requests have ended, and "
+            "requests wait that do not fit",
             f"{held:,}",
             f"{memory.limit_bytes:,}",
         )
+
+    def _restore_limit(self) -> None:
+        """Give pages all of their memory again when the requests have ended with which a device ran out of it."""
+        if any(self._requests.get(state.request.request_id) is state for state in self._until_ended):
+            return
+        self._parts.memory.limit_bytes, self._full_limit, self._until_ended = self._full_limit, None, set()
 
     def _failed(
         self, groups: Sequence[DecodeGroup], reading: Collection[RequestState], error: Exception
