@@ -157,7 +157,10 @@ class FaultIsolation:
         )
 
     def _restore_limit(self) -> None:
-        """Give pages all of their memory again when the requests have ended with which a device ran out of it."""
+        """Give pages all of their memory again.
+
+        Not before the requests have ended with which a device ran out of it.
+        """
         if any(self._requests.get(state.request.request_id) is state for state in self._until_ended):
             return
         self._parts.memory.limit_bytes, self._full_limit, self._until_ended = self._full_limit, None, set()
