@@ -91,7 +91,7 @@ class EngineSettings:
         "Limit of the memory for the caches of all requests ('2GiB').",
         more="All page pools together, in bytes.",
         parse=parse_bytes,
-        default_text="no limit",
+        default_text="no limit; on a GPU what it has free at the start, but for the buffers of a step",
     )
     max_step_tokens: int = setting(
         512, "Tokens of one step: with more, prompts are read faster; with fewer, other requests wait less.", at_least=1
