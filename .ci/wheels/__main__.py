@@ -103,8 +103,9 @@ def _try_extra(extra: str, scratch: Path, out: Path, seen: Environment) -> None:
     environment = try_wheels.with_extra(extra, scratch / extra, out, seen)
     try_wheels.try_use(extra, environment)
     shutil.rmtree(environment.folder)
-    try_wheels.try_refusal(extra, _without(USES[extra].without, scratch, out, seen))
-    say(f"millpond[{extra}] works alone, and is named where it is missing")
+    is_refused = try_wheels.try_refusal(extra, _without(USES[extra].without, scratch, out, seen))
+    more = "is named where it is missing" if is_refused else f"{USES[extra].library} is there without it"
+    say(f"millpond[{extra}] works alone, and {more}")
 
 
 def _label(wheel: Path) -> str:

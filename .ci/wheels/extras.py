@@ -13,12 +13,15 @@ class Use:
     """A use of an extra.
 
     Attributes:
+        library: what the extra adds, as Python imports it; where something else has brought it too, as transformers
+            does typer, nothing can be refused.
         works: a command line of millpond, or a program in Python. says: what it prints among other things.
         refused: the same, for an environment without the extra; it must name the command that installs it.
         without: the extra that this environment has; "" for none.
         variables: of the environment, for `works`. sources: what it needs that has no wheels: pure Python.
     """
 
+    library: str
     works: str
     says: str
     refused: str
@@ -152,32 +155,36 @@ NO_CLUSTER = "import millpond as mp\nmp.cluster.LLM('pond-recall', replicas=2)"
 #: By extra, in the order in which they are tried.
 USES = {
     "cli": Use(
+        library="typer",
         works=f"millpond generate --prompt '{ASK}' --method h2o --budget 50% --max-new-tokens 2",
         says="kettle",
         refused="millpond --help",
     ),
     "plot": Use(
+        library="matplotlib",
         works="millpond demo --questions 4 --methods full,keydiff",
         says="kept-positions.png",
         refused="millpond demo",
         without="cli",
     ),
-    "constrained": Use(works=CONSTRAINED, says="answer: True", refused=CONSTRAINED),
-    "offload": Use(works=OFFLOAD, says="kv:", refused=OFFLOAD),
-    "vision": Use(works=VISION, says="pixels: (3, 8, 8)", refused=NO_VISION),
-    "models": Use(works=MODELS, says="words: 8", refused=MODELS),
-    "gguf": Use(works=GGUF, says="layers: 2", refused=NO_GGUF),
-    "server": Use(works=SERVER, says="kettle", refused="millpond serve", without="cli"),
+    "constrained": Use(library="xgrammar", works=CONSTRAINED, says="answer: True", refused=CONSTRAINED),
+    "offload": Use(library="scipy", works=OFFLOAD, says="kv:", refused=OFFLOAD),
+    "vision": Use(library="PIL", works=VISION, says="pixels: (3, 8, 8)", refused=NO_VISION),
+    "models": Use(library="millpond_models", works=MODELS, says="words: 8", refused=MODELS),
+    "gguf": Use(library="gguf", works=GGUF, says="layers: 2", refused=NO_GGUF),
+    "server": Use(library="fastapi", works=SERVER, says="kettle", refused="millpond serve", without="cli"),
     "lab": Use(
+        library="millpond_lab",
         works="millpond eval --tasks recall --method h2o --budget 50% --samples 2 --out eval",
         says="h2o",
         refused="millpond eval --tasks recall",
         without="cli",
     ),
-    "eval": Use(works=PARQUET, says="rows: 1", refused=NO_PARQUET, without="lab"),
-    "lm-eval": Use(works=LM_EVAL, says="pond_choice", refused="millpond lm-eval", without="lab"),
-    "cluster": Use(works=CLUSTER, says="kettle", refused=NO_CLUSTER),
+    "eval": Use(library="datasets", works=PARQUET, says="rows: 1", refused=NO_PARQUET, without="lab"),
+    "lm-eval": Use(library="lm_eval", works=LM_EVAL, says="pond_choice", refused="millpond lm-eval", without="lab"),
+    "cluster": Use(library="ray", works=CLUSTER, says="kettle", refused=NO_CLUSTER),
     "gpu": Use(
+        library="triton",
         works=GPU,
         says="millpond.kernels.gpu",
         refused="import millpond.kernels.gpu",

@@ -75,17 +75,20 @@ def try_use(extra: str, environment: Environment) -> None:
         raise CheckError(f"millpond[{extra}] does not say {use.says!r}: {said}")
 
 
-def try_refusal(extra: str, without: Environment) -> None:
-    """Use an extra in an environment that lacks it.
+def try_refusal(extra: str, without: Environment) -> bool:
+    """Use an extra in an environment that lacks it; returns False where something else has brought its library.
 
     Raises:
         CheckError: it is not refused, or the command that installs the extra is not named.
     """
     use = USES[extra]
+    if without.run(["python", "-c", f"import {use.library}"]).returncode == 0:
+        return False
     done = without.run(_command(use.refused))
     said = " ".join((done.stdout + done.stderr).split())
     if done.returncode == 0 or not re.search(rf"pip install .*'millpond\[{extra}\]'", said):
         raise CheckError(f"without {extra}, {use.refused!r} ended with {done.returncode} and does not name it: {said}")
+    return True
 
 
 def _command(use: str) -> list[str]:
