@@ -22,6 +22,16 @@ PACKAGES = "libc6,libstdc++6,libgcc-s1,libgomp1,zlib1g,libssl3,python3.11"
 SYSTEMS = ("manylinux_2_36_aarch64", "manylinux_2_28_aarch64", "manylinux_2_17_aarch64", "manylinux2014_aarch64")
 #: One with every extension that the emulator knows, and one of the first generation: neither dot products nor bfloat16.
 CPUS = ("max", "cortex-a72")
+#: What torch reads of the system about its processor, which an emulator does not replace: that of a Cortex-A72.
+CPU_FILES = {
+    "proc/cpuinfo": (
+        "processor\t: 0\nFeatures\t: fp asimd crc32 cpuid\nCPU implementer\t: 0x41\nCPU architecture: 8\n"
+        "CPU variant\t: 0x0\nCPU part\t: 0xd08\nCPU revision\t: 3\n\n"
+    ),
+    "sys/devices/system/cpu/possible": "0\n",
+    "sys/devices/system/cpu/present": "0\n",
+    "sys/devices/system/cpu/cpu0/regs/identification/midr_el1": "0x00000000410fd083\n",
+}
 CHECK = ROOT / "tests" / "kernels" / "native" / "check.cpp"
 CSRC = ROOT / "src" / "millpond" / "kernels" / "native" / "csrc"
 
@@ -47,6 +57,9 @@ class Emulated:
         if not (self.root / "usr" / "bin" / f"python{PYTHON}").exists():
             command = ["mmdebstrap", "--quiet", "--variant=extract", "--architectures=arm64", f"--include={PACKAGES}"]
             subprocess.run([*command, DEBIAN, self.root], check=True)
+        for name, text in CPU_FILES.items():
+            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.root / name).write_text(text, encoding="utf-8")
         self._install("--no-deps", TORCH)  # without CUDA, see cuda_stand_ins
         needs = [need for need in _requirements(self.site, "torch") if not re.match("cuda|nvidia|triton", need)]
         with zipfile.ZipFile(wheel) as archive:
