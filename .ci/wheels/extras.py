@@ -181,7 +181,14 @@ USES = {
         without="cli",
     ),
     "eval": Use(library="datasets", works=PARQUET, says="rows: 1", refused=NO_PARQUET, without="lab"),
-    "lm-eval": Use(library="lm_eval", works=LM_EVAL, says="pond_choice", refused="millpond lm-eval", without="lab"),
+    "lm-eval": Use(
+        library="lm_eval",
+        works=LM_EVAL,
+        says="pond_choice",
+        refused="millpond lm-eval",
+        without="lab",
+        sources=("sqlitedict", "rouge-score"),
+    ),
     "cluster": Use(library="ray", works=CLUSTER, says="kettle", refused=NO_CLUSTER),
     "gpu": Use(
         library="triton",
