@@ -187,7 +187,7 @@ USES = {
         says="pond_choice",
         refused="millpond lm-eval",
         without="lab",
-        sources=("sqlitedict", "rouge-score"),
+        sources=("sqlitedict", "rouge-score", "word2number"),
     ),
     "cluster": Use(library="ray", works=CLUSTER, says="kettle", refused=NO_CLUSTER),
     "gpu": Use(

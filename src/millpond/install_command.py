@@ -74,7 +74,7 @@ def _checkout() -> Path | None:
 
 @cache
 def _installed_from() -> Path | None:
-    """Return the checkout or the wheel that pip was told to install from, or None if it is not known or gone."""
+    """Return the checkout or wheel that pip installed from; None if not known, or gone."""
     try:
         text = distribution("millpond").read_text("direct_url.json")  # PEP 610
         url = urlparse(json.loads(text or "{}").get("url", ""))
