@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from millpond.engine.sampling.params import SamplingParams
-from millpond.engine.sampling.token_choice import Penalties
+from millpond.engine.sampling.penalties import Penalties
 from tests.helpers.examples import examples
 
 SIZE = 13

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.sampling.sampler import BadLogitsError, Sampled, Sampler
-from millpond.engine.sampling.token_choice import score_tokens
+from millpond.engine.sampling.token_scores import score_tokens
 from millpond.errors import OptionError
 from tests.helpers.examples import examples
 

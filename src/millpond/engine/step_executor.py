@@ -20,7 +20,8 @@ from millpond.engine.forget import drop_read
 from millpond.engine.prompt_end import PromptEnd
 from millpond.engine.request_state import RequestState
 from millpond.engine.sampling.sampler import BadLogitsError, Sampled
-from millpond.engine.sampling.token_choice import score_tokens
+from millpond.engine.sampling.token_scores import score_tokens
+from millpond.kernels.transfers import on_device
 from millpond.models.lean.decoder import GivenRows
 from millpond.runner.packed_cache import Segment
 from millpond.runner.packed_model import PackedModel
@@ -92,23 +93,23 @@ def run(model: PackedModel, groups: Sequence[DecodeGroup], prompt_segments: Sequ
         if group.cache_factory.reach is not None:
             group.close_gaps(group.cache_factory.reach)
         newest = np.array([completion.newest for completion in group.completions], dtype=np.int64)
-        group.batch_cache.begin(torch.from_numpy(newest[:, None]).to(model.device))
+        group.batch_cache.begin(on_device(newest[:, None], model.device))
         add_segment(
             group.batch_cache, newest, group.batch_cache.tracker.seen.astype(np.int64), range(len(newest)), None, True
         )
     for segment in prompt_segments:
         cache, rows = segment.batch_cache, segment.computed
-        cache.begin(torch.from_numpy(segment.ids[None]).to(model.device))
+        cache.begin(on_device(segment.ids[None], model.device))
         if segment.given is not None:
             given.append((begin + segment.given[0], segment.given[1]))
         begin_at = segment.start - int(cache.tracker.closed.sum())  # of its only sequence, if it has begun
         add_segment(cache, segment.ids[rows], begin_at + rows, segment.rows, segment.span, False)
     logit_rows = np.concatenate(needed)
     no_logits = not len(logit_rows)  # a part of a prompt alone: the model still wants a row
-    model_rows = torch.from_numpy(np.array([begin - 1]) if no_logits else logit_rows).to(model.device)
+    model_rows = on_device(np.array([begin - 1]) if no_logits else logit_rows, model.device)
     logits = model.forward(
-        torch.from_numpy(np.concatenate(ids)).to(model.device),
-        torch.from_numpy(np.concatenate(positions)).to(model.device),
+        on_device(np.concatenate(ids), model.device),
+        on_device(np.concatenate(positions), model.device),
         segments,
         model_rows,
         _joined(given, model.device),
@@ -121,7 +122,7 @@ def _joined(given: Sequence[tuple[np.ndarray, Tensor]], device: torch.device) ->
     """Return the rows of all segments whose embeddings are given; None: there are none."""
     if not given:
         return None
-    rows = torch.from_numpy(np.concatenate([places for places, _ in given])).to(device)
+    rows = on_device(np.concatenate([places for places, _ in given]), device)
     return GivenRows(rows, torch.cat([vectors for _, vectors in given]))
 
 
