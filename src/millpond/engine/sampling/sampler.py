@@ -194,6 +194,11 @@ class Sampler:
         state = self._states[key]
         return tuple(state.known[state.step :])
 
+    def needs_host(self, key: Hashable) -> bool:
+        """Return whether the next choice of a completion depends on what the host makes of its tokens."""
+        state = self._states[key]
+        return key in self._constraints or key in self._forbidden or state.step < len(state.known)
+
     def stop(self, key: Hashable) -> None:
         """Remove a completion that has ended; an unknown key is no error."""
         self._states.pop(key, None)

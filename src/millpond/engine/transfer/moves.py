@@ -36,6 +36,10 @@ class MovingRequests:
         """Take note of the figures after a change."""
         raise NotImplementedError
 
+    def _settle(self) -> None:
+        """Read the tokens that are on the way, so that answers and caches belong together."""
+        raise NotImplementedError
+
     def export_request(self, request_id: str) -> bytes:
         """End a request here, and return the bytes from which another engine continues it.
 
@@ -69,6 +73,7 @@ class MovingRequests:
             OptionError, PoolFullError, DataError: see `export_request`.
         """
         began = time.perf_counter()
+        self._settle()
         state = self._requests.get(request_id)
         if state is None or state.scheduled.is_shared_prefix:
             raise OptionError(f"no request {request_id!r} is in flight; it has ended, or was never added")
@@ -105,6 +110,7 @@ class MovingRequests:
         Raises:
             OptionError: see `checkpoint`.
         """
+        self._settle()
         state = self._requests.get(request_id)
         if (
             state is None
