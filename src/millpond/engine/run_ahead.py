@@ -36,6 +36,9 @@ class RunAhead:
         executor: Launches steps and reads their tokens.
         has_room: Whether a step finds its pages without preemption.
         enabled: Whether steps are launched ahead at all.
+
+    Attributes:
+        n_followed: Steps that were launched before the one before them was read.
     """
 
     def __init__(
@@ -45,11 +48,7 @@ class RunAhead:
         self._executor, self._has_room = executor, has_room
         self._enabled = enabled and parts.sessions is None and parts.disk_tier is None
         self._on_the_way: LaunchedStep | None = None
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether the tokens of a step were not read yet."""
-        return self._on_the_way is not None
+        self.n_followed = 0
 
     def takes(self, step: Step) -> bool:
         """Return whether the tokens of a step may be read after the next one was launched."""
@@ -71,6 +70,7 @@ class RunAhead:
             Exception: the pass failed, see `StepExecutor.run`; the step on the way is still there.
         """
         launched = self._executor.launch(groups, self._on_the_way)
+        self.n_followed += self._on_the_way is not None
         advanced = self.settle(step)
         self._on_the_way = launched
         return [*launched.choices.failed, *advanced]
