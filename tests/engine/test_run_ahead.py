@@ -373,6 +373,7 @@ def test_a_request_that_moves(always: None) -> None:
     assert first._ahead.n_followed > 2
     copy, data = first.checkpoint("40"), first.export_request("57")
     assert copy is not None
+    assert [output.request_id for output in first.step()] == ["40"]  # of the other one the second engine tells
     first.check_integrity()
     second.import_request(data)
     found = {output.request_id: tokens(output) for engine in (first, second) for output in engine.drain()}

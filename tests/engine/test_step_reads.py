@@ -14,9 +14,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from millpond.cache.layer.decode_step import NanCheck
+from millpond.engine.engine import Engine
+from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.sampling.sampler import Drawn, Sampler
 from millpond.kernels.transfers import ReadBack, on_device
+from millpond.models.lean.decoder import Decoder
+from millpond.runner.native_forward import DecodeGraph
+from tests.engine import test_codecs
 
 SIZE = 600  # more than the short cut of top-p reads
 MIXED = [
@@ -160,3 +166,74 @@ def test_an_upload_on_the_cpu_is_the_source() -> None:
     there = on_device(source, torch.device("cpu"))
     source[0] = 7
     assert there.tolist() == [7, 1, 2]
+
+
+LOOKS = ("tolist", "item", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__contains__")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # a share of a few tokens
+@pytest.mark.parametrize(("method", "codec"), [("full", None), ("h2o", None), ("snapkv", None), ("full", "int4")])
+def test_a_quiet_step_is_read_once(method: str, codec: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an engine whose steps run ahead: nobody looks at a tensor but who reads the tokens of the step before.
+
+    The pass itself is left out, whose kernels on a CPU are others; so is the check for NaN, which looks at once there.
+    """
+    monkeypatch.setattr(Engine, "_runs_ahead", True)
+    options: dict[str, Any] = {} if codec is None else {"codec": codec}
+    model = test_codecs.model()
+    engine = Engine(model, method=method, budget=None if method == "full" else "50%", page_slots=32, **options)
+    lean = engine._model._lean
+    assert lean is not None
+    monkeypatch.setattr(Decoder, "in_one_call", lambda self, n: None)
+    monkeypatch.setattr(NanCheck, "check", lambda *_: None)
+    lean._graph = DecodeGraph(lean._decoder.forward, lambda work, device: work)
+    for n in (90, 60):
+        params = SamplingParams(max_tokens=30, temperature=0, presence_penalty=1.5)
+        engine.add(Request(request_id=str(n), prompt=tuple(range(1, n + 1)), params=params))
+    while engine._ahead.n_followed < 3:
+        engine.step()
+    logits, lse = torch.randn(2, model.config.vocab_size), torch.zeros(2, 2, 4)
+    monkeypatch.setattr(lean._graph, "step", lambda *_: (logits, lse))
+    looks = looked_at(monkeypatch)
+    for _ in range(4):
+        engine.step()
+        assert looks == {"wait": 1}
+        looks.clear()
+    assert engine._ahead.n_followed >= 7
+    engine.abort_all()
+    engine.close()
+
+
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts of looks at numbers of tensors, and of reads."""
+    looks: Counter[str] = Counter()
+    reading: list[None] = []
+
+    def counted(name: str) -> None:
+        real = getattr(torch.Tensor, name)
+
+        def look(self: Tensor, *args: Any, **options: Any) -> Any:
+            if not reading:
+                looks[name] += 1
+            return real(self, *args, **options)
+
+        monkeypatch.setattr(torch.Tensor, name, look)
+
+    real_finish, real_wait = Sampler.finish, ReadBack.wait
+
+    def wait(self: ReadBack) -> list[Tensor]:
+        looks["wait"] += 1
+        return real_wait(self)
+
+    def finish(self: Sampler, *args: Any, **options: Any) -> Any:
+        reading.append(None)
+        try:
+            return real_finish(self, *args, **options)
+        finally:
+            reading.pop()
+
+    for name in LOOKS:
+        counted(name)
+    monkeypatch.setattr(ReadBack, "wait", wait)
+    monkeypatch.setattr(Sampler, "finish", finish)
+    return looks

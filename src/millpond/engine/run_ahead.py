@@ -1,8 +1,8 @@
 """Decoding steps that are launched before the tokens of the step before them are read.
 
 A model on a GPU would wait for the host at every step: the host sees the tokens first and launches the next pass then.
-So where the next step is a plain decoding step, its pass is launched with the tokens where they are, on the device; only
-then are the tokens of the step before read, while the device works, and the host appends them and looks for ends.
+So where the next step is a plain decoding step, its pass is launched with the tokens where they are, on the device.
+Only then are the tokens of the step before read, while the device works, and the host appends them and looks for ends.
 Between two calls of `Engine.step` one step is on the way: the caches hold its entries, and no answer has its tokens.
 
 * A step follows the one on the way if it only decodes: nothing is read, preempted, resumed or released, all of its

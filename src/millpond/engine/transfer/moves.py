@@ -10,6 +10,7 @@ from typing import Literal
 from millpond.engine.components import Components
 from millpond.engine.request import Request
 from millpond.engine.request_ends import RequestEnds
+from millpond.engine.request_state import RequestState
 from millpond.engine.request_table import RequestTable
 from millpond.engine.transfer.request_transfer import Arrival, RequestTransfer
 from millpond.errors import OptionError
@@ -30,6 +31,7 @@ class MovingRequests:
     _requests: RequestTable
     _ends: RequestEnds
     _transfer: RequestTransfer
+    _changed_outside_step: list[RequestState]
     on_transfer: Callable[[Direction, str, int, float], None] | None = None
 
     def _take_stats(self) -> None:
@@ -79,6 +81,7 @@ class MovingRequests:
             raise OptionError(f"no request {request_id!r} is in flight; it has ended, or was never added")
         data = self._transfer.to_bytes(state)
         self._ends.release_exported(state)
+        self._changed_outside_step = [one for one in self._changed_outside_step if one is not state]
         if not self._requests:
             self._parts.trim()
         self._take_stats()
