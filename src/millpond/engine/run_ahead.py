@@ -103,6 +103,8 @@ class RunAhead:
 
     def _may_run_ahead(self, scheduled: SchedulerRequest) -> bool:
         """Return whether an answer's next pass needs nothing of its newest token but its id."""
+        if not scheduled.is_running:  # preempted since the step was planned, or lost as it was
+            return False
         state = self._requests[scheduled.key]
         is_plain = state.private_cache is None and state.suspicion is None and not state.replaying
         looks_back = state.request.watch or bool(state.marks.report)
