@@ -434,21 +434,27 @@ class Engine(MovingRequests):
         self._scheduler.record_step_time(step, seconds)
 
     def _read_on_the_way(self, step: Step) -> list[RequestState]:
-        """Read the step on the way before another one, which may be no plain one; return the requests with tokens."""
+        """Read the step on the way before another one, and return the requests with tokens."""
         advanced = self._ahead.settle(step)
         self._ends.collect_finished(advanced)
         self._scheduler.leave_out_ended(step)
         return advanced
 
     def _settle(self) -> None:
-        """Read the step on the way where a cache is looked at between two steps; the next one reports its tokens."""
+        """Read the step on the way, as a cache is looked at between two steps.
+
+        The next step reports its tokens.
+        """
         advanced = self._ahead.settle()
         self._ends.collect_finished(advanced)
         self._changed_outside_step += advanced
         self._take_stats()
 
     def _reached(self, groups: list[DecodeGroup], reading: list[tuple[RequestState, int]]) -> list[RequestState]:
-        """Return the requests that get tokens of a pass: those that decode, and those whose prompts end with it."""
+        """Return the requests that get tokens of a pass.
+
+        They decode, or their prompts end with it.
+        """
         decoding = [self._requests.owner(completion) for group in groups for completion in group.completions]
         return decoding + [
             state

@@ -76,7 +76,10 @@ class Preemptor:
             self._preempt(victim)
 
     def has_room(self, step: Step) -> bool:
-        """Return whether a step finds its pages without preemption; prompts that are kept for others may go."""
+        """Return whether a step finds its pages without preemption.
+
+        Prompts that are kept for others may go.
+        """
         return self._fits(step)
 
     def _end_decoding(self) -> None:

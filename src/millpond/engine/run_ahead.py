@@ -29,7 +29,7 @@ from millpond.engine.step_executor import LaunchedStep, StepExecutor
 
 
 class RunAhead:
-    """The decoding step that is on the way, and the rules by which another one is launched behind it.
+    """The decoding step that is on the way, and when another is launched behind it.
 
     Args:
         parts: Parts of the engine.
@@ -64,7 +64,10 @@ class RunAhead:
         return is_next and self._has_room(step)
 
     def launch(self, groups: list[DecodeGroup], step: Step) -> list[RequestState]:
-        """Launch a step that `takes`, then read the one on the way; return the requests with new tokens.
+        """Launch a step that `takes`, then read the one on the way.
+
+        Returns:
+            Requests with new tokens, or that failed.
 
         Raises:
             Exception: the pass failed, see `StepExecutor.run`; the step on the way is still there.
@@ -76,10 +79,13 @@ class RunAhead:
         return [*launched.choices.failed, *advanced]
 
     def settle(self, step: Step | None = None) -> list[RequestState]:
-        """Read the step on the way, if there is one; return the requests with new tokens, to be retired where ended.
+        """Read the step on the way, if there is one.
 
         Args:
-            step: Step that was planned behind it; None: none was. What has ended leaves it.
+            step: Step that was planned behind it, whose rows of ended answers do not count; None: none was.
+
+        Returns:
+            Requests with new tokens; the caller retires what has ended.
         """
         before, self._on_the_way = self._on_the_way, None
         return [] if before is None else self._read(before, step)

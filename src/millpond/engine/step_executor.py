@@ -313,7 +313,10 @@ class StepExecutor:
         return LaunchedStep(completions, choices, [figures for group in groups for figures in group.figures()])
 
     def settle(self, step: LaunchedStep) -> list[RequestState]:
-        """Read the tokens of a launched step, and return the requests that got some; others have ended before."""
+        """Read the tokens of a launched step, and return the requests that got some.
+
+        Others have ended before.
+        """
         open_answers = [
             (completion, figures)
             for completion, figures in zip(step.completions, step.figures, strict=True)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 def on_device(source: npt.NDArray[Any] | Tensor, device: torch.device) -> Tensor:
-    """Return numbers of the host on a device, for work that is launched after; the host goes on at once.
+    """Return numbers of the host on a device, for work that is launched after.
 
-    A plain `.to(device)` waits for all work that was launched before. On the CPU the result is the source itself, in
-    the same memory; elsewhere it is a copy of what the source holds now.
+    The host goes on at once; a plain `.to(device)` waits for all work that was launched before. On the CPU the result
+    is the source itself, in the same memory; elsewhere it is a copy of what the source holds now.
     """
     tensor = torch.from_numpy(source) if isinstance(source, np.ndarray) else source
     if tensor.is_cuda or device.type != "cuda" or not tensor.numel():
@@ -48,7 +48,10 @@ class ReadBack:
         return self._event is None or bool(self._event.query())
 
     def wait(self) -> list[Tensor]:
-        """Return the tensors on the host, once the work before them is done; later work is not waited for."""
+        """Return the tensors on the host, once the work before them is done.
+
+        Later work is not waited for.
+        """
         if self._event is not None:
             self._event.synchronize()
             self._event = None

@@ -111,7 +111,7 @@ class NanCheck:
         self._look: ReadBack | None = None
 
     def check(self, lse: Tensor, columns: int) -> None:
-        """Refuse NaN at once on the CPU; elsewhere behind a look at intervals, for which no step waits.
+        """Refuse NaN at once on the CPU; elsewhere at intervals, so that no step waits.
 
         Args:
             lse: Log-sum-exp of a step's attention.
@@ -135,7 +135,7 @@ class NanCheck:
         self._note(lse.isnan().flatten(1).any(1), columns)
 
     def _note(self, is_nan: Tensor, columns: int) -> None:
-        """Collect which layers (n,) are NaN, and refuse them once a look at them has reached the host."""
+        """Collect which layers (n,) are NaN; refuse them once that has reached the host."""
         self._nan = is_nan if self._nan is None else self._nan | is_nan
         if not columns % NAN_CHECK_COLUMNS:
             self._read()

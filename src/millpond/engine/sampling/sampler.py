@@ -195,7 +195,7 @@ class Sampler:
         return tuple(state.known[state.step :])
 
     def needs_host(self, key: Hashable) -> bool:
-        """Return whether the next choice of a completion depends on what the host makes of its tokens."""
+        """Return whether the next choice depends on what the host makes of the tokens."""
         state = self._states[key]
         return key in self._constraints or key in self._forbidden or state.step < len(state.known)
 
@@ -225,7 +225,7 @@ class Sampler:
 
     @torch.inference_mode()
     def launch(self, keys: Sequence[Hashable], logits: Tensor, newest: Tensor | None = None) -> Drawn:
-        """Launch the choice of the next token of each completion; nothing here waits for the device.
+        """Launch the choice of the next token of each completion, without a wait.
 
         No completion changes until `finish`; a choice that is never finished leaves no trace. Masks of grammars and
         bans follow from the tokens that are finished, so that those completions take no `newest`.
@@ -312,7 +312,9 @@ class Sampler:
     def _choose(
         self, keys: Sequence[Hashable], states: Sequence[_State], logits: Tensor, newest: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return token ids (R,) by penalties, constraints and draws, and which rows have a choice (R,).
+        """Return token ids (R,) by penalties, constraints and draws.
+
+        The second result says which rows have a choice, (R,) bool.
 
         Args:
             keys: Names of the completions.

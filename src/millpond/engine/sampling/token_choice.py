@@ -64,7 +64,7 @@ ROWS_AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class TokenChoice:
-    """Parameters of the draw from each row: (S,) each, on the host, where rows are told apart by them.
+    """Parameters of the draw from each row: (S,) each, on the host.
 
     Attributes:
         temperature: Divisor of the logits, above 0.
@@ -167,7 +167,10 @@ def choose(logits: Tensor, choice: TokenChoice) -> Tensor:
 
 
 def _drawn_in_triton(probs: Tensor, choice: TokenChoice, typical: Tensor) -> Tensor:
-    """Return the tokens of `choose` for probabilities (S, V), of which the rows `typical` are filtered here."""
+    """Return the tokens of `choose` for probabilities (S, V).
+
+    The rows `typical` are filtered here.
+    """
     from millpond.kernels.gpu.draw import draw
 
     there = choice.on(probs.device)
@@ -183,7 +186,7 @@ def _drawn_in_triton(probs: Tensor, choice: TokenChoice, typical: Tensor) -> Ten
 
 
 def _of_typical(probs: Tensor, choice: TokenChoice) -> Tensor:
-    """Return the probabilities (R, V), 0 where a filter leaves a token out, of rows with typical-p."""
+    """Return the probabilities (R, V) of rows with typical-p, 0 where a token is left out."""
     return _typical(_kept(probs, choice), on_device(choice.typical_p, probs.device))
 
 
@@ -247,7 +250,10 @@ def _typical(probs: Tensor, mass: Tensor) -> Tensor:
 
 
 def _limit(distance: Tensor, share: Tensor, mass: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Return the distance (R, 1) within which the nearest tokens reach `mass` (R,), and where `n` of them do not."""
+    """Return the distance (R, 1) within which the nearest tokens reach `mass` (R,).
+
+    The second result says where `n` of them do not, (R,) bool.
+    """
     nearest = distance.topk(n, largest=False)
     reached = share.gather(1, nearest.indices).cumsum(-1)
     last = (reached < mass[:, None]).sum(-1, keepdim=True)
@@ -260,6 +266,9 @@ def _rows_of(mask: Tensor) -> Tensor:
 
 
 def _parts_of(rows: Tensor, device: torch.device, n: int = ROWS_AT_ONCE) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield at most `n` of the rows (m,) at a time, on the host and on a device; nothing where there are none."""
+    """Yield at most `n` of the rows (m,) at a time, on the host and on a device.
+
+    Nothing comes where there are none.
+    """
     for part in torch.split(rows, n) if len(rows) else ():
         yield part, on_device(part, device)

@@ -32,9 +32,10 @@ class TokenScores(NamedTuple):
 
     @classmethod
     def of(cls, logits: Tensor, tokens: Tensor, *, alternatives: bool) -> TokenScores:
-        """Return the scores of one token (T,) per row of logits (T, V), with the likeliest ones if asked.
+        """Return the scores of one token (T,) per row of logits (T, V).
 
-        The logits may have any float dtype; all is computed in float32, some rows at a time.
+        With `alternatives` those of the likeliest ones too. The logits may have any float dtype; all is computed in
+        float32, some rows at a time.
         """
         parts = [
             cls._of_block(logits[start : start + _ROWS_AT_ONCE], tokens[start : start + _ROWS_AT_ONCE], alternatives)
@@ -51,7 +52,7 @@ class TokenScores(NamedTuple):
         return cls(own, top.indices, top.values)
 
     def listed(self, top: Sequence[int]) -> list[Scored]:
-        """Return the scores of tensors that are on the host, with the `top` likeliest tokens of each row."""
+        """Return the scores, once they are on the host, with the `top` likeliest of each row."""
         likeliest = [
             tuple(sorted(zip(ids, logprobs, strict=True), key=lambda pair: (-pair[1], pair[0])))
             for ids, logprobs in zip(self.likeliest.tolist(), self.likeliest_logprobs.tolist(), strict=True)

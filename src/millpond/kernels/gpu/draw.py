@@ -41,7 +41,10 @@ def _uniform(key, ids):
 
 @triton.jit
 def _above(row, size, limit, floor, BLOCK: tl.constexpr):
-    """Return the number and the sum (float64) of the probabilities above `limit`, of those from `floor` on."""
+    """Return the number and the sum (float64) of probabilities above `limit`.
+
+    Those below `floor` do not count.
+    """
     count = tl.zeros([BLOCK], tl.int32)
     total = tl.zeros([BLOCK], tl.float64)
     for first in range(0, size, BLOCK):
@@ -101,7 +104,9 @@ def _draw(probs, top_ks, top_ps, min_ps, keys, tokens, size, row_stride, BLOCK: 
 
 @on_its_device
 def draw(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor) -> Tensor:
-    """Return the token (S,) int64 that is drawn from each row, as `token_choice.choose` draws it.
+    """Return the token (S,) int64 that is drawn from each row.
+
+    The filters and the race are those of `millpond.engine.sampling.token_choice.choose`.
 
     Args:
         probs: (S, V) float32, at least 0, each row with one above 0; a row of NaN gets any token.
