@@ -180,7 +180,7 @@ class FaultIsolation:
             self._shared_prefixes.release(shared_prefix)
         states = [state for state in states if state.completions]
         unfinished = [state for state in states if state.unfinished]
-        if len(unfinished) == 1 and not shared_prefixes:
+        if len(unfinished) == len(states) == 1 and not shared_prefixes:
             unfinished[0].fail(error)
             self.fatal = self._all_failed(unfinished[0])
         elif unfinished:
