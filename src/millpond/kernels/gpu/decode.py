@@ -6,7 +6,7 @@
     score    per (region, chunk), if tables are wide: the accumulator, and the lowest value of the chunk
     settle   per region: what `score` did not do, the victim, the store of the new entry, the length
 
-All of them rotate the queries and keys that they read where these come before RoPE.
+Where queries and keys come before RoPE, `attend` rotates them, for the kernels behind it too.
 
 Grids follow the width of the table, not the lengths, which only the device knows: programs past a length return at
 once, so a CUDA graph holds the step. Splits have a fixed size and are combined in order, so an output depends neither
@@ -162,15 +162,19 @@ def decode(args: DecodeArgs) -> DecodeOutput:
         "GROUP_BLOCK": block_of(group),
         "HAS_WINDOW": shape.window > 0,
         "KEEP_LOGITS": signals,
-        **turn.constants,
     }
     seen, appends = lens, False
     if plain.n_splits and pages.n_arenas:
         seen, appends = torch.empty_like(lens), not signals and not chooses
+        q_turned, k_turned = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k_new))
         attend[(n_regions, plain.n_splits)](
             q,
             *q.stride()[:2],
+            k_new,
+            *k_new.stride()[:2],
             *turn.where,
+            q_turned,
+            k_turned,
             *plain.where,
             lens,
             q_pos,
@@ -188,12 +192,14 @@ def decode(args: DecodeArgs) -> DecodeOutput:
             num_stages=TUNING.stages if shrink == 1 else 2,
             **shapes,
             **stored,
+            **turn.constants,
         )
+        if args.angles is not None:
+            q, k_new = q_turned, k_turned
     if packed and codes.n_splits and codes.n_arenas:
         attend_codes(
             packed,
             q,
-            turn.where,
             codes.where,
             q_pos,
             (*partial, logits, n_splits, codes.first_split),
@@ -202,7 +208,7 @@ def decode(args: DecodeArgs) -> DecodeOutput:
             dot,
             (n_regions, codes.n_splits),
         )
-    entry = (*turn.where, k_new, *k_new.stride()[:2], v_new, *v_new.stride()[:2])
+    entry = (k_new, *k_new.stride()[:2], v_new, *v_new.stride()[:2])
     combine[(n_regions, group)](
         q,
         *q.stride()[:2],
@@ -231,7 +237,6 @@ def decode(args: DecodeArgs) -> DecodeOutput:
         **heads,
         **cap,
         **stored,
-        **turn.constants,
     )
     if appends:
         return DecodeOutput(out, lse, evicted)
@@ -315,7 +320,6 @@ def decode(args: DecodeArgs) -> DecodeOutput:
         **heads,
         **stored,
         **flags,
-        **turn.constants,
     )
     return DecodeOutput(out, lse, evicted)
 
