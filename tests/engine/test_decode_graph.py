@@ -154,7 +154,7 @@ def test_rows_without_a_sequence_change_nothing(graphs: list[DecodeGraph]) -> No
     assert graph.nbytes == inputs.nbytes + 2 * 4 * 8 + logits.nbytes + lse.nbytes
     tables = [one.plain.table for one in inputs.regions]
     assert inputs.nbytes == sum(t.nbytes + 3 * 4 * len(t) for t in tables) + 4 * 4  # lengths, caps, recent; positions
-    assert graph_bytes(len(tables), 4, 2, tables[0].shape[1], 4, logits.shape[1], 4) == graph.nbytes
+    assert graph_bytes([(2, 4)] * len(tables), 4, tables[0].shape[1], logits.shape[1] * 4) == graph.nbytes
     engine.close()
 
 

@@ -119,26 +119,22 @@ def roomy(n: int) -> int:
 
     Steps have so many rows, and tables so many columns: few different ones, and at most half as many again as are used.
     """
-    power = 1 << (n - 1).bit_length()
+    power: int = 1 << (n - 1).bit_length()
     return power * 3 // 4 if power > 16 and n <= power * 3 // 4 else power
 
 
-def graph_bytes(
-    layers: int, rows: int, n_kv_heads: int, width: int, n_heads: int, vocabulary: int, element_bytes: int
-) -> int:
+def graph_bytes(heads: Sequence[tuple[int, int]], rows: int, width: int, row_bytes: int) -> int:
     """Return the bytes of the inputs and outputs of a recorded step of plain pages.
 
     Args:
-        layers: Layers of the model.
+        heads: KV heads and query heads of each layer.
         rows: Sequences that there is room for.
-        n_kv_heads: KV heads of a layer.
-        width: Columns of its page tables.
-        n_heads: Query heads of a layer.
-        vocabulary: Logits of a row.
-        element_bytes: Bytes of a logit.
+        width: Columns of page tables.
+        row_bytes: Bytes of the logits of a row.
     """
-    of_regions = layers * rows * n_kv_heads * 4 * (width + 3)  # page ids, lengths, budgets and protected entries
-    return of_regions + rows * (4 + 2 * 8) + rows * (vocabulary * element_bytes + layers * n_heads * 4)
+    of_region = 4 * (width + 3)  # page ids, length, budget and protected entries
+    of_layers = sum(n_kv_heads * of_region + 4 * n_heads for n_kv_heads, n_heads in heads)
+    return rows * (of_layers + row_bytes + 4 + 2 * 8)  # with the id of a token, and its position in both widths
 
 
 class StepInputs:
