@@ -254,7 +254,7 @@ def _placed(regions: StepRegions, q_pos: Tensor, given: int) -> StepRegions:
 
 def _placed_codes(packed: PackedRegions, rows: int) -> PackedRegions:
     lens, dead = (t.new_zeros(rows) for t in (packed.lens, packed.dead))
-    return replace(packed, table=_room(packed.table, rows), lens=lens, dead=dead, known={})
+    return replace(packed, table=_room(packed.table, rows), lens=lens, dead=dead)
 
 
 def _room(table: Tensor, rows: int) -> Tensor:
