@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from millpond.kernels.gpu.attend import attend
 from millpond.kernels.gpu.common import INF, INTERPRET, KEYS, LOG2_E, LOG_MASSES, POSITIONS, block_of, logit2, tile_rows
 from millpond.kernels.packed.layout import LANES as TILE_LANES
 from millpond.kernels.packed.layout import Format, PackedLayout, Side
@@ -28,6 +29,9 @@ LANES = tl.constexpr(TILE_LANES)
 TWO_128 = 0x43004300
 #: Formats of codes that are numbers.
 FORMATS = (Format.INT2, Format.INT3, Format.INT4, Format.INT8, Format.FP8)
+#: Most registers of a thread of `attend_both`: five of its programs of two warps share a core, as of `attend_words`.
+#: For int4 it would take 254, and four would share it; so it spills 40 bytes.
+MAX_REGISTERS = 192
 #: Most rows of weights, query heads of a group x groups of channels.
 MAX_ROWS = 64
 
@@ -63,10 +67,11 @@ def word_shapes(layout: PackedLayout, group: int, split: int) -> dict[str, Any]:
     }
 
 
-def word_launch(layout: PackedLayout) -> dict[str, int]:
-    """Return how `attend_words` is compiled."""
+def word_launch(layout: PackedLayout, both: bool) -> dict[str, int]:
+    """Return how `attend_words` is compiled, or `attend_both`."""
     wide = max(layout.key_dim, layout.value_dim) > 128
-    return {"num_warps": 2 * TUNING.warps if wide else TUNING.warps, "num_stages": TUNING.stages}
+    limit = {"maxnreg": MAX_REGISTERS} if both and not wide else {}
+    return {"num_warps": 2 * TUNING.warps if wide else TUNING.warps, "num_stages": TUNING.stages, **limit}
 
 
 def _groups(side: Side, dim: int) -> int:
@@ -190,9 +195,10 @@ def codes_of(
     RAISED: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Return what codes of a page stand for, unscaled and exact: integers stand around 0, or around 3/2 * (1 << BITS).
+    """Return what codes of a page stand for, unscaled and exact.
 
-    They are RAISED only where they have fewer than 8 bits. They are all codes, in axis 0, of words depth (N,) of lanes across (M,), of `words` each.
+    Integers stand around 0, or if they are RAISED and have fewer than 8 bits, around 3/2 * (1 << BITS). They are all
+    codes, in axis 0, of words depth (N,) of lanes across (M,), of `words` each.
     """
     loaded = words_of(page, CODES, words, depth, across, MASKED, ok)
     tops = loaded
@@ -254,7 +260,7 @@ def factors_of(
         return scales, float16s(zero_word, held) + MIDDLE * scales
 
 
-@triton.jit(do_not_specialize=["n_arenas", "n_splits", "first_split", "window", "two_128"])
+@triton.jit(do_not_specialize=["n_arenas", "n_splits", "first_split", "before", "window", "two_128"])
 def attend_words(
     q,
     q_s,
@@ -271,6 +277,7 @@ def attend_words(
     logits,
     n_splits,
     first_split,
+    before,
     channels,
     balance,
     scale,
@@ -314,7 +321,7 @@ def attend_words(
     HAS_MASSES: tl.constexpr,
     KEEP_LOGITS: tl.constexpr,
 ):
-    """Compute what `attend_packed` does, for codes that are numbers.
+    """Compute what `attend_packed` does, for codes that are numbers, after `before` programs of each region.
 
     BLOCK slots are in one page, and in one group where keys are grouped by channel. Row `part * GROUP_SPAN + g` of the
     queries is query head g, for group `part` of the value channels.
@@ -328,7 +335,7 @@ def attend_words(
     K_MIDDLE: tl.constexpr = ((1 << (K_BITS - 1)) if K_ZEROS >= 0 else 0) - (3 << (K_BITS - 1) if K_RAISED else 0)
     V_MIDDLE: tl.constexpr = (1 << (V_BITS - 1)) if V_ZEROS >= 0 else 0
     r = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
+    split = tl.program_id(1) - before
     begin = split * SPLIT
     s = r // HEADS
     here = tl.load(q_pos + s)
@@ -462,3 +469,194 @@ def attend_words(
     tl.store(part_sum + to, tl.sum(total, 1), mask=row < GROUP)
     own = row_ok[:, None] & (e < VALUE_DIM)[None, :] & (part[:, None] == (e // V_GROUP)[None, :])
     tl.store(part_out + to[:, None] * VALUE_DIM + e[None, :], acc, mask=own)
+
+
+@triton.jit(do_not_specialize=["n_arenas", "n_splits", "first_split", "before", "window", "two_128", "plain_arenas"])
+def attend_both(
+    plain_bases,
+    plain_arenas,
+    plain_table,
+    plain_stride,
+    plain_lens,
+    seen,
+    q,
+    q_s,
+    q_h,
+    bases,
+    n_arenas,
+    table,
+    table_stride,
+    lens,
+    q_pos,
+    part_out,
+    part_max,
+    part_sum,
+    logits,
+    n_splits,
+    first_split,
+    before,
+    channels,
+    balance,
+    scale,
+    softcap,
+    window,
+    two_128,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_SPAN: tl.constexpr,
+    ROWS_BLOCK: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    K_FORMAT: tl.constexpr,
+    K_BITS: tl.constexpr,
+    K_CODES: tl.constexpr,
+    K_TOP: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    K_ZEROS: tl.constexpr,
+    K_GROUP: tl.constexpr,
+    K_BY_CHANNEL: tl.constexpr,
+    K_MEANS: tl.constexpr,
+    V_FORMAT: tl.constexpr,
+    V_BITS: tl.constexpr,
+    V_CODES: tl.constexpr,
+    V_TOP: tl.constexpr,
+    V_SCALES: tl.constexpr,
+    V_ZEROS: tl.constexpr,
+    V_GROUP: tl.constexpr,
+    PAGE_BYTES: tl.constexpr,
+    LOG_SLOTS: tl.constexpr,
+    LOG_PAGES: tl.constexpr,
+    DOT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_CHANNELS: tl.constexpr,
+    HAS_BALANCE: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_MASSES: tl.constexpr,
+    KEEP_LOGITS: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    TYPE: tl.constexpr,
+    PLAIN_KEY_DIM: tl.constexpr,
+    PLAIN_KEY_BLOCK: tl.constexpr,
+    PLAIN_LOG_SLOTS: tl.constexpr,
+    PLAIN_LOG_PAGES: tl.constexpr,
+    PLAIN_BLOCK: tl.constexpr,
+    PLAIN_MASSES: tl.constexpr,
+):
+    """Run `attend` of the plain part in the first programs of a region, `before` of them, and `attend_words` in others.
+
+    The plain part is short and waits for memory; beside the codes it takes no time of its own.
+    """
+    if tl.program_id(1) < before:
+        attend(
+            q,
+            q_s,
+            q_h,
+            q,
+            0,
+            0,
+            q,
+            0,
+            q,
+            0,
+            q,
+            q,
+            plain_bases,
+            plain_arenas,
+            plain_table,
+            plain_stride,
+            plain_lens,
+            q_pos,
+            part_out,
+            part_max,
+            part_sum,
+            logits,
+            n_splits,
+            seen,
+            scale,
+            softcap,
+            window,
+            HEADS,
+            GROUP,
+            GROUP_BLOCK,
+            PLAIN_KEY_DIM,
+            VALUE_DIM,
+            PLAIN_KEY_BLOCK,
+            VALUE_BLOCK,
+            PLAIN_LOG_SLOTS,
+            PLAIN_LOG_PAGES,
+            TYPE,
+            DOT,
+            SPLIT,
+            PLAIN_BLOCK,
+            HAS_CAP,
+            HAS_WINDOW,
+            PLAIN_MASSES,
+            KEEP_LOGITS,
+            0,
+            tl.float32,
+        )
+        return
+    attend_words(
+        q,
+        q_s,
+        q_h,
+        bases,
+        n_arenas,
+        table,
+        table_stride,
+        lens,
+        q_pos,
+        part_out,
+        part_max,
+        part_sum,
+        logits,
+        n_splits,
+        first_split,
+        before,
+        channels,
+        balance,
+        scale,
+        softcap,
+        window,
+        two_128,
+        HEADS,
+        GROUP,
+        GROUP_SPAN,
+        ROWS_BLOCK,
+        KEY_DIM,
+        VALUE_DIM,
+        KEY_BLOCK,
+        VALUE_BLOCK,
+        K_FORMAT,
+        K_BITS,
+        K_CODES,
+        K_TOP,
+        K_SCALES,
+        K_ZEROS,
+        K_GROUP,
+        K_BY_CHANNEL,
+        K_MEANS,
+        V_FORMAT,
+        V_BITS,
+        V_CODES,
+        V_TOP,
+        V_SCALES,
+        V_ZEROS,
+        V_GROUP,
+        PAGE_BYTES,
+        LOG_SLOTS,
+        LOG_PAGES,
+        DOT,
+        SPLIT,
+        BLOCK,
+        HAS_CHANNELS,
+        HAS_BALANCE,
+        HAS_CAP,
+        HAS_WINDOW,
+        HAS_MASSES,
+        KEEP_LOGITS,
+    )
