@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,7 +23,7 @@ from millpond.kernels.gpu.common import (
     rows_of,
     tile_rows,
 )
-from millpond.kernels.gpu.packed_words import TWO_128, attend_words, word_launch, word_shapes, words_serve
+from millpond.kernels.gpu.packed_words import TWO_128, attend_both, attend_words, word_launch, word_shapes, words_serve
 from millpond.kernels.packed.layout import LANES as TILE_LANES
 from millpond.kernels.packed.layout import MAX_NAMED, RUN, Format, Offsets, Side, table_of
 from millpond.kernels.packed.regions import PackedRegions
@@ -180,9 +180,6 @@ def beside_at(
         columns = tl.where(channel[None, :] == (place % NAMED)[:, None], what[:, None], 0.0).to(tl.float16)
         lacks += tl.dot(rows, columns)
     return lacks
-
-
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 
 @triton.jit(do_not_specialize=["n_arenas", "n_splits", "first_split", "n_turns", "window"])
@@ -390,6 +387,14 @@ def attend_packed(
     store_part(part_out, part_max, part_sum, to, g, e, top, total, acc, GROUP, VALUE_DIM)
 
 
+class PlainPart(NamedTuple):
+    """The plain part of regions, for the kernel that attends to both."""
+
+    where: tuple[Any, ...]  #: bases, for how many arenas they have room, table and its stride, lengths and their copy
+    n_splits: int
+    constants: dict[str, Any]
+
+
 def attend_codes(
     packed: PackedRegions,
     q: Tensor,
@@ -400,8 +405,9 @@ def attend_codes(
     flags: dict[str, Any],
     dot: tl.dtype,
     grid: tuple[int, int],
+    plain: PlainPart | None = None,
 ) -> None:
-    """Launch `attend_words` where it serves, else `attend_packed`.
+    """Launch `attend_words` where it serves, else `attend_packed`; `attend_both` where a plain part is given.
 
     outputs are the partial results, the logits, all splits, and the first of these.
     """
@@ -423,9 +429,18 @@ def attend_codes(
     kept = tuple(q if x is None else rows_of(x) for x in (packed.channels, packed.balance))
     if words_serve(packed, flags["GROUP"], dot):
         flags.update(word_shapes(layout, flags["GROUP"], flags["SPLIT"]))
-        taken = {name: value for name, value in flags.items() if name in attend_words.arg_names}
-        attend_words[grid](*first, *kept, *settings, TWO_128, **taken, **word_launch(layout))
+        before, beside = 0, tuple[Any, ...]()
+        if plain is not None:
+            before, beside = plain.n_splits, plain.where
+            flags.update(plain.constants)
+        kernel = attend_words if plain is None else attend_both
+        taken = {name: value for name, value in flags.items() if name in kernel.arg_names}
+        both = (grid[0], before + grid[1])
+        kernel[both](
+            *beside, *first, before, *kept, *settings, TWO_128, **taken, **word_launch(layout, plain is not None)
+        )
         return
+    assert plain is None, "only words are read beside plain pages"
     numbers = [numbers_on(side, q.device) if side.format.uses_table else q for side in (layout.key, layout.value)]
     fixed = tuple(q if x is None else rows_of(x) for x in (packed.key_scales, packed.key_zeros))
     rope = packed.rope
