@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.helpers.kernels.triton_make import DEVICE, quick, seeds
 
 # isort: split
-from millpond.engine.sampling.token_choice import CANDIDATES, TokenChoice, choose
+from millpond.engine.sampling.token_choice import CANDIDATES, TokenChoice, choose, race
 from millpond.kernels.gpu import draw as draws
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter: int64 wraps around
@@ -64,6 +64,23 @@ def test_the_tokens_are_those_of_torch(
     logits = 3 * torch.randn(len(rows), size, generator=torch.Generator().manual_seed(seed))
     choice = choice_of(top_k, top_p, min_p, seed, temperature)
     assert in_triton(logits, choice) == in_torch(logits, choice)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(5, 1.0, 0.0), (0, 0.5, 0.0), (0, 1.0, 0.9), (9, 0.6, 0.0), (0, 0.55, 0.8)]
+)
+def test_the_limit_is_exact(top_k: int, top_p: float, min_p: float) -> None:
+    """A key for each token that would draw it if all were kept: it is drawn if, and only if, the filters keep it."""
+    size, g = 16, torch.Generator().manual_seed(2)
+    logits = 0.2 * torch.randn(1, size, generator=g)
+    keys = torch.randint(-(2**63), 2**63 - 1, (2000,), generator=g)
+    whole = race(logits.softmax(-1).expand(len(keys), -1).contiguous(), keys)
+    first = torch.stack([(whole == token).nonzero()[0, 0] for token in range(size)])
+    choice = choice_of([top_k] * size, [top_p] * size, [min_p] * size, 0, 1.0)
+    choice.keys.copy_(keys[first])
+    drawn, rows = in_triton(logits.expand(size, -1).contiguous(), choice), range(size)
+    assert drawn == in_torch(logits.expand(size, -1), choice)
+    assert 0 < sum(token == row for token, row in zip(drawn, rows, strict=True)) < size
 
 
 def test_rows_that_keep_more_than_the_short_cut_reads() -> None:
