@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = {
-    "millpond_vllm/__init__.py": b"",
+    "millpond_vllm/__init__.py": b"value = 1",
     "millpond_vllm/py.typed": b"",
     "millpond_vllm-0.1.0.dist-info/METADATA": b"License-Expression: Apache-2.0\n",
     "millpond_vllm-0.1.0.dist-info/WHEEL": b"Tag: py3-none-any\n",
@@ -36,7 +36,7 @@ def wheel(folder: Path, files: dict[str, bytes], *, changed: str = "") -> Path:
         for name, content in files.items():
             digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
             lines.append(f"{name},sha256={digest},{len(content)}")
-            archive.writestr(name, b"other" if name == changed else content)
+            archive.writestr(name, content[::-1] if name == changed else content)
         archive.writestr(record, "\n".join(lines))
     return path
 

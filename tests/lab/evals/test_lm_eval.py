@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from millpond.cli.app import app
 from millpond.errors import DataError, MillpondError, OptionError
 from millpond.install_command import install_command
-from millpond_lab.cli.lm_eval import with_model
+from millpond_lab.cli.lm_eval import with_device, with_model
 from millpond_lab.evals.adapters.asked import greedy_question
 from millpond_lab.evals.sample import Sample
 from tests.helpers.evals.small import TinyTask, examined, save_tiny, tiny_model, tiny_samples, tiny_tokenizer, with_stop
@@ -254,3 +254,17 @@ def test_without_the_extra_one_sentence_says_how_to_get_it(monkeypatch: pytest.M
     result = CliRunner().invoke(app, ["lm-eval", "--tasks", "a"])
     assert result.exit_code == 2
     assert install_command("lm-eval") in " ".join(result.stderr.split())
+
+
+def test_without_cuda_an_evaluation_runs_on_the_cpu_unless_it_says_otherwise() -> None:
+    tasks = ["--tasks", "piqa"]
+    assert with_device(tasks, has_cuda=False) == [*tasks, "--device", "cpu"]
+    assert with_device(tasks, has_cuda=True) == tasks
+    for given in (
+        [*tasks, "--device", "cuda:1"],
+        [*tasks, "--device=cpu"],
+        ["--config", "a.yaml"],
+        ["ls", "tasks"],
+        [],
+    ):
+        assert with_device(given, has_cuda=False) == given

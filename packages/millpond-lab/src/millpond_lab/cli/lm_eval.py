@@ -19,12 +19,13 @@ def lm_eval(context: typer.Context) -> None:
     For example: millpond lm-eval --model_args pretrained=pond-recall,method=h2o,budget=20% --tasks lambada_openai
     """
     require("lm_eval", "lm-eval", "millpond lm-eval")
+    import torch
     from lm_eval.__main__ import cli_evaluate
 
     import millpond_lab.evals.adapters.lm_eval  # noqa: F401  # registers the model
 
     before = sys.argv
-    sys.argv = ["millpond lm-eval", *with_model(context.args)]
+    sys.argv = ["millpond lm-eval", *with_device(with_model(context.args), torch.cuda.is_available())]
     try:
         run: Any = cli_evaluate
         run()
@@ -44,3 +45,16 @@ def with_model(arguments: list[str]) -> list[str]:
         return arguments
     head = arguments[:1] if arguments[0] == "run" else []
     return [*head, "--model", "millpond", *arguments[len(head) :]]
+
+
+def with_device(arguments: list[str], has_cuda: bool) -> list[str]:
+    """The arguments, naming the CPU where an evaluation names no device and lm-eval's own, CUDA, is not there.
+
+    Example:
+        >>> with_device(["--tasks", "piqa"], has_cuda=False)
+        ['--tasks', 'piqa', '--device', 'cpu']
+    """
+    named = any(a in ("--device", "--config", "-C") or a.startswith(("--device=", "--config=")) for a in arguments)
+    if has_cuda or named or not arguments or arguments[0] in OTHER_COMMANDS:
+        return arguments
+    return [*arguments, "--device", "cpu"]
