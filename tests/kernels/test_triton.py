@@ -18,6 +18,7 @@ from tests.helpers.kernels.triton_make import (
     DEVICE,
     DTYPES,
     SMALL,
+    TUNINGS,
     assert_same_pages,
     close,
     fill,
@@ -67,7 +68,7 @@ rules = st.builds(
     st.sampled_from((0.0, 3.0)),
     st.sampled_from((0, 1, 40)),
     st.booleans(),
-    st.booleans(),
+    st.sampled_from(TUNINGS),
     seeds,
 )
 def test_decode(
@@ -82,7 +83,7 @@ def test_decode(
     softcap: float,
     window: int,
     has_sink: bool,
-    small: bool,
+    tuning: Any,
     seed: int,
 ) -> None:
     g = torch.Generator().manual_seed(seed)
@@ -112,8 +113,7 @@ def test_decode(
 
     want = reference.decode(decode_args(q, k_new, v_new, pages, table, lens, caps, recent, q_pos, rule, **options))
     with pytest.MonkeyPatch.context() as patch:
-        if small:
-            patch.setattr(DECODE, "TUNING", SMALL)
+        patch.setattr(DECODE, "TUNING", tuning)
         got = gpu.decode(decode_args(q, k_new, v_new, twin, table, twin_lens, caps, recent, q_pos, rule, **options))
     close(got[0], want[0], dtype)
     torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
@@ -125,9 +125,13 @@ def test_decode(
 
 @pytest.mark.covering
 @pytest.mark.parametrize("evict", [Evict.ACC, Evict.ACC_MEAN, Evict.RANDOM])
-@pytest.mark.parametrize("shared", [False, True])
-def test_many_steps_keep_the_same_entries(evict: Evict, shared: bool) -> None:
+@pytest.mark.parametrize(("shared", "whole"), [(False, True), (False, False), (True, True)])
+def test_many_steps_keep_the_same_entries(
+    evict: Evict, shared: bool, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Errors would add up: nine steps over pages that fill, with the twin's own accumulators."""
+    if not whole:
+        monkeypatch.setattr(DECODE, "TUNING", DECODE.TUNING._replace(whole=0))
     g = torch.Generator().manual_seed(3)
     rule = DecodeRule(Signal.SUM, Reduce.MEAN, evict, decay=0.75, sinks=1, shared=shared, seed=9)
     # a window one longer than the first cap: the next query hides one stored entry, which goes first
@@ -148,7 +152,8 @@ def test_many_steps_keep_the_same_entries(evict: Evict, shared: bool) -> None:
 
 
 @pytest.mark.parametrize("recent", [0, 2000])
-def test_ties_leave_oldest_first(recent: int) -> None:
+@pytest.mark.parametrize("tuning", TUNINGS)
+def test_ties_leave_oldest_first(recent: int, tuning: Any) -> None:
     """Equal accumulators, and nothing but protected entries: both times the oldest position goes, from the last slot.
 
     The region is so long that its splits and its chunks are combined in more than one round.
@@ -163,7 +168,7 @@ def test_ties_leave_oldest_first(recent: int) -> None:
     rest = (ints([1100]), ints([recent]), ints([1500]), DecodeRule(evict=Evict.ACC))
     want = reference.decode(decode_args(q, k, k, pages, table, lens, *rest, scale=1.0))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DECODE, "TUNING", SMALL)
+        patch.setattr(DECODE, "TUNING", tuning)
         got = gpu.decode(decode_args(q, k, k, twin, table, twin_lens, *rest, scale=1.0))
     assert got[2].tolist() == want[2].tolist() == [1]
     close(got[0], want[0], torch.float32)

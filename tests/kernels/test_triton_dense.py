@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 # skips this file where Triton is missing, before the kernels need it
-from tests.helpers.kernels.triton_make import DEVICE, DTYPES, normal
+from tests.helpers.kernels.triton_make import DEVICE, DTYPES, normal, round_to_nearest
 
 # isort: split
 from millpond.kernels import decoder_ops
@@ -28,18 +27,7 @@ SEVERAL = pytest.mark.parametrize("dtype", DTYPES)
 
 @pytest.fixture(autouse=True)
 def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Round to bfloat16 as a GPU does: the interpreter cuts off."""
-    if not INTERPRET:
-        return
-    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
-    cut = interpreter._convert_float
-
-    def convert(given: Any, of: Any, to: Any, mode: Any) -> Any:
-        if (of, to) != (interpreter.tl.float32, interpreter.tl.bfloat16):
-            return cut(given, of, to, mode)
-        return torch.from_numpy(given.copy()).bfloat16().view(torch.uint16).numpy()
-
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
+    round_to_nearest(monkeypatch)
 
 
 def drawn() -> torch.Generator:

@@ -6,6 +6,7 @@ import importlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install 'millpond[gpu]')")
 
-from millpond.kernels import gpu
+from millpond.kernels import gpu, linear
 from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Reduce, Signal
 from millpond.kernels.gpu.common import INTERPRET
 from millpond.kernels.packed.layout import Format
 from millpond.models.lean.describe import describe
+from millpond.runner.native_forward import DecodeGraph
 from tests.helpers.hf.families import family
 from tests.helpers.kernels.make import Call, Case
 from tests.helpers.kernels.packed_make import PackedCase, side
@@ -29,6 +31,7 @@ if not INTERPRET:
 
 #: Ops of torch that launch nothing, besides views.
 NOTHING = {"empty", "empty_like", "_unsafe_view", "promote_types"}
+DECODE: Any = importlib.import_module("millpond.kernels.gpu.decode")  # the package shows the function under this name
 EXECUTOR: Any = importlib.import_module("triton.runtime.interpreter").GridExecutor
 
 
@@ -110,18 +113,75 @@ def test_a_layer_without_its_attention(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 BY_SCORE = DecodeRule(Signal.SUM, Reduce.MEAN, Evict.ACC, sinks=4)
+#: Rules, how wide tables are scored by `settle`, and what is launched besides.
+RULES = [(KEEP_ALL, 4096, {}), (BY_SCORE, 4096, {"settle": 1}), (BY_SCORE, 0, {"settle": 1, "score": 1})]
 
 
-@pytest.mark.parametrize(("rule", "more"), [(KEEP_ALL, {}), (BY_SCORE, {"score": 1})])
-def test_attention_over_numbers(rule: DecodeRule, more: dict[str, int]) -> None:
+@pytest.mark.parametrize(("rule", "whole", "more"), RULES)
+def test_attention_over_numbers(
+    rule: DecodeRule, whole: int, more: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DECODE, "TUNING", DECODE.TUNING._replace(whole=whole))
     case = Case([40, 40], 2, 1, 4, 64, 64, 16, torch.bfloat16, rule=rule)
-    assert of_attention(case) == {"attend": 1, "combine": 1, "settle": 1, **more}
+    assert of_attention(case) == {"attend": 1, "combine": 1, **more}
 
 
 @pytest.mark.parametrize("format", [Format.INT4, Format.INT8])
-@pytest.mark.parametrize(("rule", "more"), [(KEEP_ALL, {}), (BY_SCORE, {"score": 2})])
-def test_attention_over_numbers_and_codes(format: Format, rule: DecodeRule, more: dict[str, int]) -> None:
+@pytest.mark.parametrize(("rule", "whole", "more"), RULES)
+def test_attention_over_numbers_and_codes(
+    format: Format, rule: DecodeRule, whole: int, more: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DECODE, "TUNING", DECODE.TUNING._replace(whole=whole))
     plain = Case([40, 40], 2, 1, 4, 64, 64, 16, torch.bfloat16, rule=rule)
     counts = of_attention(PackedCase(plain, [96, 96], side(format, group=32), side(format, group=16), 32))
-    counts -= Counter({"attend": 1, "combine": 1, "settle": 1, "clear": 1, **more})
+    more = {name: 2 if name == "score" else n for name, n in more.items()}
+    counts -= Counter({"attend": 1, "combine": 1, **more})
     assert counts.total() == 1, counts  # of attention over codes
+
+
+#: Of a step besides its layers: embeddings, angles, the last norm, the head and what joins the layers' sums.
+OUTSIDE = 20
+OF_A_LAYER = {"mm": 2, "addmm_": 2, "normalize_rows": 2, "gate_rows": 1, "attend": 1, "combine": 1}
+
+
+@pytest.mark.parametrize(
+    ("rule", "format", "more"),
+    [
+        (KEEP_ALL, None, {}),
+        (BY_SCORE, None, {"settle": 1}),
+        (KEEP_ALL, Format.INT4, {"attend_words": 1}),
+        (BY_SCORE, Format.INT4, {"attend_words": 1, "settle": 1}),
+    ],
+    ids=["full", "h2o", "int4", "h2o int4"],
+)
+def test_a_whole_step(
+    rule: DecodeRule, format: Format | None, more: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is recorded as a graph; products may launch one more each, to add their parts (two do on an H200)."""
+    monkeypatch.setenv("MILLPOND_KERNELS", "gpu")
+    monkeypatch.setattr(linear, "_on_cpu", lambda dtype: True)  # else weights are widened first
+    totals, found = [], []
+    for layers in (2, 3):
+        model = family("llama").make(num_hidden_layers=layers, head_dim=32).bfloat16()
+        graph, ids = DecodeGraph(describe(model).decoder.forward, record=nothing_recorded), torch.arange(1, 9)
+        regions = []
+        for layer in range(layers):
+            caps = [10 if format is None else 42] * 16
+            plain = Case([10] * 16, 8, 2, 2, 32, 32, 16, torch.bfloat16, caps=caps, rule=rule, seed=layer)
+            if format is None:
+                regions.append(plain.build().args().regions)
+            else:
+                call = PackedCase(plain, [32] * 16, side(format, group=32), side(format, group=32), 32).build()
+                regions.append(call.plain.args(call.packed).regions)
+        regions = [replace(one, q_pos=regions[0].q_pos) for one in regions]
+        with launches() as counts:
+            graph._compute(ids, ids + 100, regions, [None] * layers)
+        found.append(counts)
+        totals.append(counts.total())
+    assert found[1] - found[0] == {**OF_A_LAYER, **more}
+    assert totals[1] - totals[0] <= 10 + (rule is BY_SCORE and format is not None)
+    assert totals[1] <= 3 * 12 + OUTSIDE, found[1]
+
+
+def nothing_recorded(work: Any, device: torch.device) -> Any:
+    raise AssertionError("steps are launched here")

@@ -213,12 +213,16 @@ class DecodeArgs(OfQueries):
         k_new: (S, Hkv, key_dim).
         v_new: (S, Hkv, value_dim).
         regions: Regions of the layer; written.
+        angles: Cosines and sines (S, dim) by which `q` and `k_new` are rotated first, as by `DecoderOps.rotate_`; their
+            memory may be written over. None: they are as they should be. Only `ops.decode` and the kernels of a GPU
+            take them.
     """
 
     q: Tensor
     k_new: Tensor
     v_new: Tensor
     regions: StepRegions
+    angles: tuple[Tensor, Tensor] | None = None
 
 
 class SharedRegions(NamedTuple):

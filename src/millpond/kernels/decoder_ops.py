@@ -6,7 +6,7 @@ import enum
 import importlib.util
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import NamedTuple, TypeGuard
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from millpond.kernels import native
+from millpond.kernels.args import DecodeArgs
 from millpond.kernels.backends import NATIVE_DTYPES
 from millpond.kernels.linear import FEW_ROWS, filled_up, has_products, multiply_rows
 from millpond.kernels.quantized_weight import Weight
@@ -154,9 +155,11 @@ class DecoderOps:
 
     Attributes:
         few: Whether the rows are few, and native kernels take them.
+        turns_late: Whether queries and keys had better be rotated by the kernels of attention that read them.
     """
 
     few = False
+    turns_late = False
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """Normalize the last dimension of x (N, n) or (N, heads, n)."""
@@ -341,6 +344,14 @@ def choose(x: Tensor, few: bool | None = None, *, fixed_order: bool = False) -> 
     if len(x) <= FEW_ROWS if few is None else few:
         return _FEW
     return _FIXED if fixed_order else _MANY
+
+
+def turned(args: DecodeArgs) -> DecodeArgs:
+    """Return a step whose queries and keys are rotated by its angles, in place."""
+    if args.angles is None:
+        return args
+    choose(args.q.flatten(1)).rotate_(args.q, args.k_new, *args.angles)
+    return replace(args, angles=None)
 
 
 def _fuses(x: Tensor) -> bool:

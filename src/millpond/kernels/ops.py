@@ -26,8 +26,9 @@ from millpond.kernels.args import (
     SharedDecodeArgs,
     WindowSignalArgs,
 )
-from millpond.kernels.backends import NATIVE_DTYPES
+from millpond.kernels.backends import NATIVE_DTYPES, gpu_for
 from millpond.kernels.block_args import BlockSumsArgs
+from millpond.kernels.decoder_ops import turned
 from millpond.kernels.eager.packed_pages import write_across_heads
 from millpond.kernels.packed.regions import PackedRegions
 
@@ -221,7 +222,9 @@ def decode(args: DecodeArgs) -> DecodeOutput:
     regions = args.regions
     if regions.packed is not None:
         regions.packed.check(regions.plain.table.shape[0], regions.plain.pages.key_dim)
-    return op_set(regions.plain.pages.dtype, args.q.device).decode(args)
+    kernels = op_set(regions.plain.pages.dtype, args.q.device)
+    turns = kernels is gpu_for(regions.plain.pages.dtype, args.q.device)
+    return kernels.decode(args if turns else turned(args))
 
 
 def decode_rows(args: DecodeRowsArgs) -> AttendOutput:

@@ -19,9 +19,9 @@ from millpond.errors import UnsupportedModelError
 from millpond.kernels import ops
 from millpond.kernels.args import AttentionShape, DecodeArgs, PrefillArgs, StepRegions
 from millpond.kernels.cuda_graphs import GraphRecorder, StepInputs, key_of, record_cuda, recording, same_key
-from millpond.kernels.decoder_ops import TOLERANCE, FixedOrder, NativeDense, choose
+from millpond.kernels.decoder_ops import TOLERANCE, FixedOrder, NativeDense, choose, turned
 from millpond.kernels.thread_count import torch_on_one_thread
-from millpond.models.lean.block import Attend
+from millpond.models.lean.block import Angles, Attend, TurningAttend
 from millpond.models.lean.decoder import Decoder, GivenRows, StreamedBlocks
 from millpond.models.lean.describe import describe, in_file, moving, watch
 from millpond.models.lean.fuse import code_bytes, quantized, release
@@ -32,7 +32,7 @@ from millpond.runner.packed_cache import LayerAttend, SegmentedAttention
 MAX_GRAPHS = 8
 
 #: Runs rows through all layers: forward(ids (S,), positions (S,), attend, rows (S,)) -> logits (S, vocabulary).
-Forward = Callable[[Tensor, Tensor, Attend, Tensor], Tensor]
+Forward = Callable[[Tensor, Tensor, TurningAttend, Tensor], Tensor]
 
 
 @dataclass(slots=True)
@@ -132,16 +132,18 @@ class DecodeGraph:
     ) -> tuple[Tensor, Tensor]:
         sums: list[Tensor] = []
 
-        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            basis = bases[index]
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor, angles: Angles | None) -> Tensor:
+            basis, args = bases[index], DecodeArgs(q, k, v, regions[index], angles)
             if basis is not None:
-                q, k, v = (t[:, :, 0] for t in basis.stored(q[:, :, None], k[:, :, None], v[:, :, None]))
-            decoded = ops.decode(DecodeArgs(q, k, v, regions[index]))
+                args = turned(args)
+                q, k, v = (t[:, :, 0] for t in basis.stored(args.q[:, :, None], args.k_new[:, :, None], v[:, :, None]))
+                args = replace(args, q=q, k_new=k, v_new=v)
+            decoded = ops.decode(args)
             sums.append(decoded.lse)
             out = decoded.out if basis is None else basis.values(decoded.out)
             return out.reshape(len(q), -1)
 
-        logits = self._forward(ids, positions, attend, torch.arange(len(ids), device=ids.device))
+        logits = self._forward(ids, positions, TurningAttend(attend), torch.arange(len(ids), device=ids.device))
         return logits, torch.stack(sums)
 
 

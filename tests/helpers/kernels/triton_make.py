@@ -30,6 +30,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: of the output, relative to the largest number in it
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 SMALL = DECODE.Tuning(split=32, block=16, warps=4, stages=2, chunk=16)
+#: As it is, with small parts, and with small parts whose scores have a kernel of their own.
+TUNINGS = (DECODE.TUNING, SMALL, SMALL._replace(whole=0))
 
 quick = settings(
     max_examples=examples(20), derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
@@ -80,3 +82,18 @@ def fill(pages: PageArrays, table: Tensor, lens: Tensor, positions: Tensor, scor
     index = torch.arange(width, dtype=torch.int32, device=DEVICE).expand(n, width)
     keys, values = normal(g, n, width, pages.key_dim), normal(g, n, width, pages.value_dim)
     reference.write(*write_args(pages, table, ints([0] * n), lens, index, keys, values, positions, scores))
+
+
+def round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round to bfloat16 as a GPU does: the interpreter cuts off."""
+    if not INTERPRET:
+        return
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    cut = interpreter._convert_float
+
+    def convert(given: Any, of: Any, to: Any, mode: Any) -> Any:
+        if (of, to) != (interpreter.tl.float32, interpreter.tl.bfloat16):
+            return cut(given, of, to, mode)
+        return torch.from_numpy(given.copy()).bfloat16().view(torch.uint16).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)

@@ -1,12 +1,27 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The two attention kernels of `decode`: partial attention over splits of the slots, and their combination."""
+"""The two attention kernels of `decode`: partial attention over splits of the slots, and their combination.
+
+Where nothing is scored and nothing leaves, the combination also appends the new entry.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from millpond.kernels.gpu.common import INF, KEYS, LN_2, LOG2_E, LOG_MASSES, POSITIONS, VALUES, logit2, tile_rows
+from millpond.kernels.gpu.common import (
+    INF,
+    KEYS,
+    LN_2,
+    LOG2_E,
+    LOG_MASSES,
+    POSITIONS,
+    VALUES,
+    locate,
+    logit2,
+    tile_rows,
+)
+from millpond.kernels.gpu.new_entry import store_entry, turned
 
 SPLITS = tl.constexpr(32)  # partial results that `combine` loads at once
 
@@ -39,6 +54,10 @@ def attend(
     q,
     q_s,
     q_h,
+    cos,
+    cos_s,
+    sin,
+    sin_s,
     bases,
     n_arenas,
     table,
@@ -50,6 +69,7 @@ def attend(
     part_sum,
     logits,
     n_splits,
+    seen,
     scale,
     softcap,
     window,
@@ -70,10 +90,12 @@ def attend(
     HAS_WINDOW: tl.constexpr,
     HAS_MASSES: tl.constexpr,
     KEEP_LOGITS: tl.constexpr,
+    HALF: tl.constexpr,
+    TURN_TYPE: tl.constexpr,
 ):
     """Compute output, maximum and sum of one split for all query heads of a region.
 
-    The logits are stored too if they are kept.
+    The logits are stored too if they are kept. `seen` gets the lengths, for a kernel behind that changes them.
     """
     r = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -81,6 +103,8 @@ def attend(
     s = r // HEADS
     here = tl.load(q_pos + s)
     n = tl.load(lens + r)
+    if split == 0:
+        tl.store(seen + r, n)
     if here < 0 or begin >= n:
         return
     end = tl.minimum(n, begin + SPLIT)
@@ -89,7 +113,8 @@ def attend(
     e = tl.arange(0, VALUE_BLOCK)
     head = (r % HEADS) * GROUP + g
     q_mask = (g < GROUP)[:, None] & (d < KEY_DIM)[None, :]
-    q_tile = tl.load(q + s * q_s + head[:, None] * q_h + d[None, :], mask=q_mask, other=0.0).to(DOT)  # (G, K)
+    q_rows = q + s * q_s + head[:, None] * q_h
+    q_tile = turned(q_rows, d[None, :], q_mask, cos + s * cos_s, sin + s * sin_s, HALF, TURN_TYPE).to(DOT)  # (G, K)
     top = tl.full([GROUP_BLOCK], -INF, tl.float32)
     total = tl.zeros([GROUP_BLOCK], tl.float32)
     acc = tl.zeros([GROUP_BLOCK, VALUE_BLOCK], tl.float32)
@@ -124,40 +149,64 @@ def attend(
     store_part(part_out, part_max, part_sum, to, g, e, top, total, acc, GROUP, VALUE_DIM)
 
 
-@triton.jit(do_not_specialize=["n_splits"])
+@triton.jit(do_not_specialize=["n_splits", "first_packed", "n_arenas"])
 def combine(
     q,
     q_s,
     q_h,
+    cos,
+    cos_s,
+    sin,
+    sin_s,
     k_new,
     k_s,
     k_h,
     v_new,
     v_s,
     v_h,
-    lens,
+    seen,
+    packed_lens,
     q_pos,
     part_out,
     part_max,
     part_sum,
     n_splits,
+    first_packed,
     sink_logits,
     out,
     lse,
     new_logits,
     scale,
     softcap,
+    bases,
+    n_arenas,
+    table,
+    table_stride,
+    lens,
+    evicted,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    LOG_SLOTS: tl.constexpr,
+    LOG_PAGES: tl.constexpr,
+    TYPE: tl.constexpr,
     SPLIT: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINK: tl.constexpr,
+    HAS_MASSES: tl.constexpr,
+    PACKED: tl.constexpr,
+    APPENDS: tl.constexpr,
+    HALF: tl.constexpr,
+    TURN_TYPE: tl.constexpr,
 ):
-    """Output and log-sum-exp of one query head over its splits, its new entry and its sink."""
+    """Output and log-sum-exp of one query head over its splits, its new entry and its sink.
+
+    Regions with a PACKED part have splits of `packed_lens` slots from `first_packed` on. If it APPENDS, the first query
+    head of a region stores the new entry in slot `seen` and writes `lens`, which nobody reads then.
+    """
     r = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1)
     s = r // HEADS
@@ -166,14 +215,20 @@ def combine(
     d = tl.arange(0, KEY_BLOCK)
     e = tl.arange(0, VALUE_BLOCK)
     out_row = out + (s * HEADS * GROUP + head) * VALUE_DIM
-    if tl.load(q_pos + s) < 0:
+    here = tl.load(q_pos + s)
+    if here < 0:
         tl.store(out_row + e, tl.zeros([VALUE_BLOCK], tl.float32).to(out.dtype.element_ty), mask=e < VALUE_DIM)
         tl.store(lse + s * HEADS * GROUP + head, -INF)
+        if APPENDS:
+            tl.store(evicted + r, -1, mask=g == 0)
         return
-    q_row = tl.load(q + s * q_s + head * q_h + d, mask=d < KEY_DIM, other=0.0).to(tl.float32)
-    k_row = tl.load(k_new + s * k_s + h * k_h + d, mask=d < KEY_DIM, other=0.0).to(tl.float32)
-    v_row = tl.load(v_new + s * v_s + h * v_h + e, mask=e < VALUE_DIM, other=0.0).to(tl.float32)
-    new = logit2(tl.sum(q_row * k_row, 0), scale, softcap, HAS_CAP)
+    cos_row = cos + s * cos_s
+    sin_row = sin + s * sin_s
+    q_row = turned(q + s * q_s + head * q_h, d, d < KEY_DIM, cos_row, sin_row, HALF, TURN_TYPE).to(tl.float32)
+    k_own = turned(k_new + s * k_s + h * k_h, d, d < KEY_DIM, cos_row, sin_row, HALF, TURN_TYPE)
+    v_own = tl.load(v_new + s * v_s + h * v_h + e, mask=e < VALUE_DIM, other=0.0)
+    v_row = v_own.to(tl.float32)
+    new = logit2(tl.sum(q_row * k_own.to(tl.float32), 0), scale, softcap, HAS_CAP)
     tl.store(new_logits + s * HEADS * GROUP + head, new)
     top = new
     total = tl.exp2(new - top)  # 1, and NaN where the logit is
@@ -184,10 +239,16 @@ def combine(
         weight = tl.exp2(new - top)
         total = weight + tl.exp2(sink - top)
         acc = v_row * weight
-    used = tl.cdiv(tl.load(lens + r), SPLIT)
+    n = tl.load(seen + r)
+    plain = tl.cdiv(n, SPLIT)
+    used = plain
+    if PACKED:
+        used += tl.cdiv(tl.load(packed_lens + r), SPLIT)
     for first in range(0, used, SPLITS):
         split = first + tl.arange(0, SPLITS)
         ok = split < used
+        if PACKED:  # splits past the length of the plain part were not written
+            split = tl.where(split < plain, split, first_packed + split - plain)
         at = (r * n_splits + split) * GROUP + g
         tops = tl.load(part_max + at, mask=ok, other=-INF)
         sums = tl.load(part_sum + at, mask=ok, other=0.0)
@@ -202,3 +263,11 @@ def combine(
         top = new_top
     tl.store(out_row + e, (acc / total).to(out.dtype.element_ty), mask=e < VALUE_DIM)
     tl.store(lse + s * HEADS * GROUP + head, (top + tl.log2(total)) * LN_2)
+    if APPENDS:
+        stores = g == 0
+        arena, row = locate(table + r * table_stride, n, stores, LOG_SLOTS, LOG_PAGES)
+        store_entry(
+            bases, n_arenas, arena, row, stores, d, k_own, e, v_own, here, 0.0, KEY_DIM, VALUE_DIM, TYPE, HAS_MASSES
+        )
+        tl.store(evicted + r, -1, mask=stores)
+        tl.store(lens + r, n + 1, mask=stores)

@@ -1,10 +1,12 @@
 """One decoding step of one layer in a few small kernels, with fixed shapes and no host synchronization.
 
-    clear    per (region, split), if there are two parts: what counts nothing in the splits past a length
     attend   per (region, split): attention of a whole group over SPLIT slots; logits to scratch if a rule needs them
-    combine  per (sequence, query head): the splits, the new entry and the sink become output and log-sum-exp
-    score    per (region, chunk): the accumulator, and the lowest value of the chunk
-    settle   per region: the victim, the store of the new entry, the length
+    combine  per (sequence, query head): the splits, the new entry and the sink become output and log-sum-exp; where
+             the rule keeps all and scores nothing, it appends the new entry, and nothing follows
+    score    per (region, chunk), if tables are wide: the accumulator, and the lowest value of the chunk
+    settle   per region: what `score` did not do, the victim, the store of the new entry, the length
+
+All of them rotate the queries and keys that they read where these come before RoPE.
 
 Grids follow the width of the table, not the lengths, which only the device knows: programs past a length return at
 once, so a CUDA graph holds the step. Splits have a fixed size and are combined in order, so an output depends neither
@@ -22,13 +24,15 @@ from torch import Tensor
 
 from millpond.kernels.args import AttendOutput, DecodeArgs, DecodeOutput, DecodeRowsArgs, SharedDecodeArgs
 from millpond.kernels.decode_rules import Evict, Signal
+from millpond.kernels.decoder_ops import turned
 from millpond.kernels.eager.attention import attend_shared
 from millpond.kernels.eager.decode import decode_packed as eager
 from millpond.kernels.eager.decode import one_by_one
 from millpond.kernels.gpu.attend import attend, combine
 from millpond.kernels.gpu.common import TYPES, block_of, check, dot_type, on_its_device, page_logs, rows_of
+from millpond.kernels.gpu.new_entry import Turn
 from millpond.kernels.gpu.packed import attend_codes
-from millpond.kernels.gpu.score_and_store import clear, score, settle
+from millpond.kernels.gpu.score_and_store import score, settle
 from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.pages import PageArrays
 
@@ -42,7 +46,8 @@ class Tuning(NamedTuple):
     block: int = 64  #: slots per step inside it
     warps: int = 4
     stages: int = 3
-    chunk: int = 512  #: slots per program of `score`
+    chunk: int = 512  #: slots per program of `score`, and of a step of `settle`
+    whole: int = 4096  #: most slots of a region's tables of which `settle` does what `score` would
 
 
 TUNING = Tuning()
@@ -86,6 +91,13 @@ def _parts(pages: PageArrays, table: Tensor, lens: Tensor, packed: PackedRegions
     return plain._replace(others=codes.lens), codes
 
 
+def _lowest(n_regions: int, n_chunks: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return room for value, position and slot of the lowest entry of each chunk, (R, n_chunks) each."""
+    value = torch.empty(n_regions, n_chunks, dtype=torch.float32, device=device)
+    position, slot = torch.empty(2, n_regions, n_chunks, dtype=torch.int32, device=device)
+    return value, position, slot
+
+
 @on_its_device
 def decode(args: DecodeArgs) -> DecodeOutput:
     """Decode over one or two parts: one softmax, one victim.
@@ -93,7 +105,12 @@ def decode(args: DecodeArgs) -> DecodeOutput:
     Spans of which some entries stay run in plain torch.
     """
     if args.regions.kept is not None or args.regions.least is not None:
-        return eager(args)
+        return eager(turned(args))
+    turn = Turn.of(args)
+    if turn is None:
+        args = turned(args)
+        turn = Turn.of(args)
+        assert turn is not None, "nothing is left to rotate"
     q, k_new, v_new, regions = args.q, args.k_new, args.v_new, args.regions
     (pages, table, lens), packed, rule = regions.plain.parts, regions.packed, regions.rule
     caps, recent, q_pos, shape = regions.caps, regions.recent, regions.q_pos, regions.shape
@@ -102,7 +119,7 @@ def decode(args: DecodeArgs) -> DecodeOutput:
     n_seq, n_heads, _ = q.shape
     n_kv_heads = k_new.shape[1]
     n_regions, group = n_seq * n_kv_heads, n_heads // n_kv_heads
-    signals = rule.signal is not Signal.NONE
+    signals, chooses = rule.signal is not Signal.NONE, rule.evict is not Evict.NEVER
 
     def scratch(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.float32, device=q.device)
@@ -145,35 +162,22 @@ def decode(args: DecodeArgs) -> DecodeOutput:
         "GROUP_BLOCK": block_of(group),
         "HAS_WINDOW": shape.window > 0,
         "KEEP_LOGITS": signals,
+        **turn.constants,
     }
-
-    seen = lens
-    if packed and n_splits:  # splits past a length lie between others
-        seen = torch.empty_like(lens)
-        clear[(n_regions, n_splits)](
-            lens,
-            codes.lens,
-            *partial,
-            seen,
-            n_splits,
-            codes.first_split,
-            width,
-            SPLIT=TUNING.split,
-            GROUP=group,
-            GROUP_BLOCK=shapes["GROUP_BLOCK"],
-            VALUE_DIM=pages.value_dim,
-            VALUE_BLOCK=dims["VALUE_BLOCK"],
-        )
+    seen, appends = lens, False
     if plain.n_splits and pages.n_arenas:
+        seen, appends = torch.empty_like(lens), not signals and not chooses
         attend[(n_regions, plain.n_splits)](
             q,
             *q.stride()[:2],
+            *turn.where,
             *plain.where,
             lens,
             q_pos,
             *partial,
             logits,
             n_splits,
+            seen,
             float(shape.scale),
             float(shape.softcap),
             shape.window,
@@ -189,6 +193,7 @@ def decode(args: DecodeArgs) -> DecodeOutput:
         attend_codes(
             packed,
             q,
+            turn.where,
             codes.where,
             q_pos,
             (*partial, logits, n_splits, codes.first_split),
@@ -197,32 +202,41 @@ def decode(args: DecodeArgs) -> DecodeOutput:
             dot,
             (n_regions, codes.n_splits),
         )
+    entry = (*turn.where, k_new, *k_new.stride()[:2], v_new, *v_new.stride()[:2])
     combine[(n_regions, group)](
         q,
         *q.stride()[:2],
-        k_new,
-        *k_new.stride()[:2],
-        v_new,
-        *v_new.stride()[:2],
+        *entry,
         seen,
+        codes.lens,
         q_pos,
         *partial,
         n_splits,
+        codes.first_split,
         shape.sink_logits.float().contiguous() if shape.sink_logits is not None else lse,
         out,
         lse,
         new_logits,
         float(shape.scale),
         float(shape.softcap),
+        *plain.where,
+        lens,
+        evicted,
         SPLIT=TUNING.split,
         HAS_SINK=shape.sink_logits is not None,
+        HAS_MASSES=pages.masses,
+        PACKED=packed is not None,
+        APPENDS=appends,
         **dims,
         **heads,
         **cap,
+        **stored,
+        **turn.constants,
     )
+    if appends:
+        return DecodeOutput(out, lse, evicted)
 
     n_chunks = sum(part.chunks for part in parts)
-    lowest = (scratch(n_regions, n_chunks), *torch.empty(2, n_regions, n_chunks, dtype=torch.int32, device=q.device))
     shared = rule.shared and rule.evict.by_score and n_kv_heads > 1
     seed = rule.seed * HASH_SEED & 0xFFFFFFFF
     choice = (rule.sinks, shape.window, seed - (1 << 32) if seed >> 31 else seed)
@@ -236,10 +250,12 @@ def decode(args: DecodeArgs) -> DecodeOutput:
         "SHIFT": rule.spacing.shift,
         "STRIDE": rule.spacing.stride,
     }
-    chooses = rule.evict is not Evict.NEVER
-    # a shared value reads the accumulators of the other heads, so they are all updated first
+    # values that heads share are read from the accumulators of all of them
+    whole = not shared and n_chunks > 0 and width <= TUNING.whole
+    lowest = _lowest(n_regions, 0 if whole else n_chunks, q.device)
+    # so they are all updated first
     passes = [(signals, False), (False, chooses)] if shared and signals else [(signals, chooses)]
-    for update, choose in passes:
+    for update, choose in () if whole else passes:
         for part, first in zip(parts, (0, plain.chunks), strict=False):
             if (update or choose) and part.chunks:
                 score[(n_regions, part.chunks)](
@@ -271,10 +287,7 @@ def decode(args: DecodeArgs) -> DecodeOutput:
         caps,
         recent,
         q_pos,
-        k_new,
-        *k_new.stride()[:2],
-        v_new,
-        *v_new.stride()[:2],
+        *entry,
         new_logits,
         lse,
         *lowest,
@@ -285,17 +298,24 @@ def decode(args: DecodeArgs) -> DecodeOutput:
         codes.lens,
         packed.dead if packed else lens,
         plain.chunks,
-        CHUNK=TUNING.chunk,
+        logits,
+        width,
+        codes.first_split * TUNING.split,
+        float(rule.decay),
+        CHUNK=TUNING.chunk * (2 if whole else 1),
         GROUP_BLOCK=block_of(group),
         HAS_WINDOW=shape.window > 0,
         HAS_MASSES=pages.masses,
         PACKED=packed is not None,
         PACKED_LOG_SLOTS=codes.logs["LOG_SLOTS"],
         PACKED_LOG_PAGES=codes.logs["LOG_PAGES"],
+        WHOLE=whole,
+        num_warps=8 if whole else 4,
         **dims,
         **heads,
         **stored,
         **flags,
+        **turn.constants,
     )
     return DecodeOutput(out, lse, evicted)
 

@@ -262,6 +262,8 @@ class FusedDense(DecoderOps):
     What a kernel does not take, such as weights in another dtype than the rows, goes through torch.
     """
 
+    turns_late = True
+
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         fits = norm.weight.dtype is x.dtype and norm.weight.is_contiguous()
         return normalize(x, norm) if fits else super().norm(x, norm)

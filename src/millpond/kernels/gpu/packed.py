@@ -23,6 +23,7 @@ from millpond.kernels.gpu.common import (
     rows_of,
     tile_rows,
 )
+from millpond.kernels.gpu.new_entry import turned
 from millpond.kernels.gpu.packed_words import TWO_128, attend_words, word_launch, word_shapes, words_serve
 from millpond.kernels.packed.layout import LANES as TILE_LANES
 from millpond.kernels.packed.layout import MAX_NAMED, RUN, Format, Offsets, Side, table_of
@@ -182,14 +183,15 @@ def beside_at(
     return lacks
 
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
-
 @triton.jit(do_not_specialize=["n_arenas", "n_splits", "first_split", "n_turns", "window"])
 def attend_packed(
     q,
     q_s,
     q_h,
+    cos,
+    cos_s,
+    sin,
+    sin_s,
     bases,
     n_arenas,
     table,
@@ -259,6 +261,8 @@ def attend_packed(
     HAS_WINDOW: tl.constexpr,
     HAS_MASSES: tl.constexpr,
     KEEP_LOGITS: tl.constexpr,
+    HALF: tl.constexpr,
+    TURN_TYPE: tl.constexpr,
 ):
     """Compute output, maximum and sum of one split for all query heads of a region.
 
@@ -284,7 +288,8 @@ def attend_packed(
     if HAS_CHANNELS:
         q_channel = tl.load(channels + r * KEY_DIM + d, mask=d < KEY_DIM, other=0)
     q_mask = (g < GROUP)[:, None] & (d < KEY_DIM)[None, :]
-    q_tile = tl.load(q + s * q_s + head[:, None] * q_h + q_channel[None, :], mask=q_mask, other=0.0)  # (G, K)
+    q_rows = q + s * q_s + head[:, None] * q_h
+    q_tile = turned(q_rows, q_channel[None, :], q_mask, cos + s * cos_s, sin + s * sin_s, HALF, TURN_TYPE)  # (G, K)
     if HAS_BALANCE:
         factor = tl.load(balance + r * KEY_DIM + d, mask=d < KEY_DIM, other=0.0)
         q_tile = q_tile.to(tl.float32) * factor[None, :]
@@ -393,6 +398,7 @@ def attend_packed(
 def attend_codes(
     packed: PackedRegions,
     q: Tensor,
+    turn: tuple[Any, ...],
     where: tuple[Any, ...],
     q_pos: Tensor,
     outputs: tuple[Any, ...],
@@ -419,7 +425,7 @@ def attend_codes(
         **side_constants("V", layout.value, layout.value_offsets, layout.value_dim),
         **page_logs(pages),
     }
-    first = (q, *q.stride()[:2], *where, packed.lens, q_pos, *outputs)
+    first = (q, *q.stride()[:2], *turn, *where, packed.lens, q_pos, *outputs)
     kept = tuple(q if x is None else rows_of(x) for x in (packed.channels, packed.balance))
     if words_serve(packed, flags["GROUP"], dot):
         flags.update(word_shapes(layout, flags["GROUP"], flags["SPLIT"]))

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from millpond.kernels.gpu.common import INF, INTERPRET, KEYS, LOG2_E, LOG_MASSES, POSITIONS, block_of, logit2, tile_rows
+from millpond.kernels.gpu.new_entry import turned
 from millpond.kernels.packed.layout import LANES as TILE_LANES
 from millpond.kernels.packed.layout import Format, PackedLayout, Side
 from millpond.kernels.packed.regions import PackedRegions
@@ -242,6 +243,10 @@ def attend_words(
     q,
     q_s,
     q_h,
+    cos,
+    cos_s,
+    sin,
+    sin_s,
     bases,
     n_arenas,
     table,
@@ -296,6 +301,8 @@ def attend_words(
     HAS_WINDOW: tl.constexpr,
     HAS_MASSES: tl.constexpr,
     KEEP_LOGITS: tl.constexpr,
+    HALF: tl.constexpr,
+    TURN_TYPE: tl.constexpr,
 ):
     """Compute what `attend_packed` does, for codes that are numbers.
 
@@ -328,7 +335,8 @@ def attend_words(
     if HAS_CHANNELS:
         q_channel = tl.load(channels + r * KEY_DIM + d, mask=d < KEY_DIM, other=0)
     q_mask = row_ok[:, None] & (d < KEY_DIM)[None, :]
-    q_tile = tl.load(q + s * q_s + head[:, None] * q_h + q_channel[None, :], mask=q_mask, other=0.0)  # (M, K)
+    q_rows = q + s * q_s + head[:, None] * q_h
+    q_tile = turned(q_rows, q_channel[None, :], q_mask, cos + s * cos_s, sin + s * sin_s, HALF, TURN_TYPE)  # (M, K)
     if HAS_BALANCE:
         factor = tl.load(balance + r * KEY_DIM + d, mask=d < KEY_DIM, other=0.0)
         q_tile = q_tile.to(tl.float32) * factor[None, :]

@@ -7,20 +7,8 @@ import triton
 import triton.language as tl
 
 from millpond.kernels.decode_rules import Evict, Signal
-from millpond.kernels.gpu.attend import store_part
-from millpond.kernels.gpu.common import (
-    INF,
-    KEYS,
-    LOG2_E,
-    LOG_MASSES,
-    POSITIONS,
-    REDUCE_MAX,
-    REDUCE_MEAN,
-    SCORES,
-    VALUES,
-    locate,
-    slot_rows,
-)
+from millpond.kernels.gpu.common import INF, LOG2_E, POSITIONS, REDUCE_MAX, REDUCE_MEAN, SCORES, locate, slot_rows
+from millpond.kernels.gpu.new_entry import store_entry, turned
 
 NONE = tl.constexpr(int(Signal.NONE))
 SUM = tl.constexpr(int(Signal.SUM))
@@ -95,47 +83,6 @@ def plain_value(
         return scores
 
 
-@triton.jit(do_not_specialize=["n_splits", "first_packed", "width"])
-def clear(
-    lens,
-    packed_lens,
-    part_out,
-    part_max,
-    part_sum,
-    seen,
-    n_splits,
-    first_packed,
-    width,
-    SPLIT: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-):
-    """Let a split past the length of its part count nothing.
-
-    `combine` then reads all splits: `seen`, the slots of a region for it, is `width` everywhere.
-    """
-    r = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
-    if split == 0:
-        tl.store(seen + r, width)
-    if split < first_packed:
-        n = tl.load(lens + r)
-        begin = split * SPLIT
-    else:
-        n = tl.load(packed_lens + r)
-        begin = (split - first_packed) * SPLIT
-    if begin < n:
-        return
-    g = tl.arange(0, GROUP_BLOCK)
-    e = tl.arange(0, VALUE_BLOCK)
-    zeros = tl.zeros([GROUP_BLOCK], tl.float32)
-    to = (r * n_splits + split) * GROUP + g
-    nothing = tl.zeros([GROUP_BLOCK, VALUE_BLOCK], tl.float32)
-    store_part(part_out, part_max, part_sum, to, g, e, zeros - INF, zeros, nothing, GROUP, VALUE_DIM)
-
-
 @triton.jit
 def region_scores(
     bases, n_arenas, table, table_stride, lens, r, slot, LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr
@@ -144,6 +91,93 @@ def region_scores(
     ok = slot < tl.load(lens + r)
     arena, row = locate(table + r * table_stride, slot, ok, LOG_SLOTS, LOG_PAGES)
     return tl.load(slot_rows(bases, n_arenas, SCORES, arena, row, ok, 1, tl.float32), mask=ok, other=0.0)
+
+
+@triton.jit
+def update_chunk(
+    bases,
+    n_arenas,
+    table,
+    table_stride,
+    lens,
+    r,
+    first,
+    n,
+    here,
+    full,
+    recent,
+    logits,
+    width,
+    lse,
+    decay,
+    sinks,
+    window,
+    seed,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    LOG_SLOTS: tl.constexpr,
+    LOG_PAGES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SIGNAL: tl.constexpr,
+    REDUCE: tl.constexpr,
+    EVICT: tl.constexpr,
+    SHARED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHIFT: tl.constexpr,
+    STRIDE: tl.constexpr,
+    HASH_HEADS: tl.constexpr,
+    UPDATE: tl.constexpr,
+    CHOOSE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """UPDATE the accumulators of the chunk of region r from slot `first` on, of n slots.
+
+    Returns value, position and slot of its lowest entry if it should CHOOSE one and the region is `full`.
+    """
+    slot = first + tl.arange(0, CHUNK)
+    ok = slot < n
+    arena, row = locate(table + r * table_stride, slot, ok, LOG_SLOTS, LOG_PAGES)
+    score_at = slot_rows(bases, n_arenas, SCORES, arena, row, ok, 1, tl.float32)
+    scores = tl.zeros([CHUNK], tl.float32)
+    if UPDATE:
+        for g in tl.static_range(GROUP):
+            x = tl.load(logits + (r * GROUP + g) * width + slot, mask=ok, other=-INF)
+            p = tl.exp2(x - tl.load(lse + r * GROUP + g) * LOG2_E)
+            if REDUCE == REDUCE_MAX:
+                scores = tl.maximum(scores, p)
+            else:
+                scores += p
+        if REDUCE == REDUCE_MEAN:
+            scores = scores * (1.0 / GROUP)
+        if SIGNAL == SUM:
+            scores = decay * tl.load(score_at, mask=ok, other=0.0) + scores
+        tl.store(score_at, scores, mask=ok)
+    least = tl.full([], INF, tl.float32)
+    oldest = tl.full([], LAST_INT, tl.int32)
+    lowest = tl.full([], LAST_INT, tl.int32)
+    if CHOOSE:  # noqa: SIM102 - known at compile time, unlike `full`
+        if full:
+            position_at = slot_rows(bases, n_arenas, POSITIONS, arena, row, ok, 1, tl.int32)
+            position = tl.load(position_at, mask=ok, other=-1)
+            if SHARED:
+                s = r // HEADS
+                for h in range(HEADS):
+                    theirs = region_scores(
+                        bases, n_arenas, table, table_stride, lens, s * HEADS + h, slot, LOG_SLOTS, LOG_PAGES
+                    )
+                    scores += plain_value(theirs, position, here, h, seed, EVICT, WIDTH, SHIFT, STRIDE)
+                value = scores * (1.0 / HEADS)
+            else:
+                if not UPDATE:
+                    scores = tl.load(score_at, mask=ok, other=0.0)
+                value = plain_value(scores, position, here, r % HASH_HEADS, seed, EVICT, WIDTH, SHIFT, STRIDE)
+            value = ranked(value, position, here, tl.load(recent + r), sinks, window, HAS_WINDOW)
+            held = position >= 0
+            least = tl.min(tl.where(held, value, INF), 0)
+            tied = held & (value == least)
+            oldest = tl.min(tl.where(tied, position, LAST_INT), 0)
+            lowest = tl.min(tl.where(tied & (position == oldest), slot, LAST_INT), 0)
+    return least, oldest, lowest
 
 
 @triton.jit(do_not_specialize=["n_arenas", "width", "n_chunks", "sinks", "window", "seed"])
@@ -186,15 +220,14 @@ def score(
     HAS_WINDOW: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """UPDATE the accumulators of one chunk by its attention; CHOOSE its lowest entry.
+    """Run `update_chunk` for one chunk.
 
     Where the region has a PACKED part, `others` are the lengths of the part that this one is not, and `settle` reads
     every chunk, empty ones too.
     """
     r = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    s = r // HEADS
-    here = tl.load(q_pos + s)
+    here = tl.load(q_pos + r // HEADS)
     n = tl.load(lens + r)
     if here < 0:
         return
@@ -207,49 +240,46 @@ def score(
     stored = n
     if PACKED:  # with tombstones, which `settle` does not count: a chunk too many is no mistake
         stored += tl.load(others + r)
-    full = stored >= tl.load(caps + r)
-    slot = chunk * CHUNK + tl.arange(0, CHUNK)
-    ok = slot < n
-    arena, row = locate(table + r * table_stride, slot, ok, LOG_SLOTS, LOG_PAGES)
-    score_at = slot_rows(bases, n_arenas, SCORES, arena, row, ok, 1, tl.float32)
-    scores = tl.zeros([CHUNK], tl.float32)
-    if UPDATE:
-        for g in tl.static_range(GROUP):
-            x = tl.load(logits + (r * GROUP + g) * width + slot, mask=ok, other=-INF)
-            p = tl.exp2(x - tl.load(lse + r * GROUP + g) * LOG2_E)
-            if REDUCE == REDUCE_MAX:
-                scores = tl.maximum(scores, p)
-            else:
-                scores += p
-        if REDUCE == REDUCE_MEAN:
-            scores = scores * (1.0 / GROUP)
-        if SIGNAL == SUM:
-            scores = decay * tl.load(score_at, mask=ok, other=0.0) + scores
-        tl.store(score_at, scores, mask=ok)
-    if CHOOSE:  # noqa: SIM102 - known at compile time, unlike `full`
-        if full:
-            position_at = slot_rows(bases, n_arenas, POSITIONS, arena, row, ok, 1, tl.int32)
-            position = tl.load(position_at, mask=ok, other=-1)
-            if SHARED:
-                for h in range(HEADS):
-                    theirs = region_scores(
-                        bases, n_arenas, table, table_stride, lens, s * HEADS + h, slot, LOG_SLOTS, LOG_PAGES
-                    )
-                    scores += plain_value(theirs, position, here, h, seed, EVICT, WIDTH, SHIFT, STRIDE)
-                value = scores * (1.0 / HEADS)
-            else:
-                if not UPDATE:
-                    scores = tl.load(score_at, mask=ok, other=0.0)
-                value = plain_value(scores, position, here, r % HASH_HEADS, seed, EVICT, WIDTH, SHIFT, STRIDE)
-            value = ranked(value, position, here, tl.load(recent + r), sinks, window, HAS_WINDOW)
-            held = position >= 0
-            least = tl.min(tl.where(held, value, INF), 0)
-            tied = held & (value == least)
-            oldest = tl.min(tl.where(tied, position, LAST_INT), 0)
-            first = tl.min(tl.where(tied & (position == oldest), slot, LAST_INT), 0)
-            tl.store(lowest_value + r * n_chunks + chunk, least)
-            tl.store(lowest_position + r * n_chunks + chunk, oldest)
-            tl.store(lowest_slot + r * n_chunks + chunk, first)
+    least, oldest, lowest = update_chunk(
+        bases,
+        n_arenas,
+        table,
+        table_stride,
+        lens,
+        r,
+        chunk * CHUNK,
+        n,
+        here,
+        stored >= tl.load(caps + r),
+        recent,
+        logits,
+        width,
+        lse,
+        decay,
+        sinks,
+        window,
+        seed,
+        HEADS,
+        GROUP,
+        LOG_SLOTS,
+        LOG_PAGES,
+        CHUNK,
+        SIGNAL,
+        REDUCE,
+        EVICT,
+        SHARED,
+        WIDTH,
+        SHIFT,
+        STRIDE,
+        HASH_HEADS,
+        UPDATE,
+        CHOOSE,
+        HAS_WINDOW,
+    )
+    if CHOOSE:
+        tl.store(lowest_value + r * n_chunks + chunk, least)
+        tl.store(lowest_position + r * n_chunks + chunk, oldest)
+        tl.store(lowest_slot + r * n_chunks + chunk, lowest)
 
 
 @triton.jit
@@ -266,7 +296,26 @@ def received_by_new(new_logits, lse, r, GROUP: tl.constexpr, GROUP_BLOCK: tl.con
         return tl.sum(p, 0)
 
 
-@triton.jit(do_not_specialize=["n_arenas", "n_chunks", "sinks", "window", "seed", "packed_arenas", "first_packed"])
+@triton.jit
+def lower(least, oldest, victim, value, position, slot):
+    """Return the lower of two entries, of equal ones the older: value, position and slot."""
+    better = (value < least) | ((value == least) & (position < oldest))
+    return tl.where(better, value, least), tl.where(better, position, oldest), tl.where(better, slot, victim)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "n_arenas",
+        "n_chunks",
+        "sinks",
+        "window",
+        "seed",
+        "packed_arenas",
+        "first_packed",
+        "width",
+        "packed_slots",
+    ]
+)
 def settle(
     bases,
     n_arenas,
@@ -276,6 +325,10 @@ def settle(
     caps,
     recent,
     q_pos,
+    cos,
+    cos_s,
+    sin,
+    sin_s,
     k_new,
     k_s,
     k_h,
@@ -299,6 +352,10 @@ def settle(
     packed_lens,
     dead,
     first_packed,
+    logits,
+    width,
+    packed_slots,
+    decay,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
@@ -323,11 +380,15 @@ def settle(
     PACKED: tl.constexpr,
     PACKED_LOG_SLOTS: tl.constexpr,
     PACKED_LOG_PAGES: tl.constexpr,
+    WHOLE: tl.constexpr,
+    HALF: tl.constexpr,
+    TURN_TYPE: tl.constexpr,
 ):
     """Append the new entry of a region, put it in the victim's slot, or let it be the victim.
 
     Where the region has a PACKED part, chunks from `first_packed` on are of it: a victim there leaves a tombstone, and
-    the new entry is appended.
+    the new entry is appended. If it takes the WHOLE region, it does what `score` does for all chunks first; the logits
+    of the packed part are then `packed_slots` behind those of the other.
     """
     r = tl.program_id(0).to(tl.int64)
     s = r // HEADS
@@ -337,6 +398,11 @@ def settle(
         tl.store(evicted + r, -1)
         return
     n = tl.load(lens + r)
+    buried = 0
+    packed_n = 0
+    if PACKED:
+        packed_n = tl.load(packed_lens + r)
+        buried = tl.load(dead + r)
     new_score = 0.0
     if SIGNAL != NONE:
         new_score = received_by_new(new_logits, lse, r, GROUP, GROUP_BLOCK, REDUCE)
@@ -345,21 +411,89 @@ def settle(
     grows = n >= 0
     gone = here * 0 - 1
     if EVICT != NEVER:
-        stored = n
+        grows = n + packed_n - buried < tl.load(caps + r)
+    least = tl.full([], INF, tl.float32)
+    oldest = tl.full([], LAST_INT, tl.int32)
+    victim = tl.full([], 0, tl.int32)
+    if WHOLE:
+        for first in range(0, n, CHUNK):
+            value, position, at = update_chunk(
+                bases,
+                n_arenas,
+                table,
+                table_stride,
+                lens,
+                r,
+                first,
+                n,
+                here,
+                grows == 0,
+                recent,
+                logits,
+                width,
+                lse,
+                decay,
+                sinks,
+                window,
+                seed,
+                HEADS,
+                GROUP,
+                LOG_SLOTS,
+                LOG_PAGES,
+                CHUNK,
+                SIGNAL,
+                REDUCE,
+                EVICT,
+                False,
+                WIDTH,
+                SHIFT,
+                STRIDE,
+                HASH_HEADS,
+                SIGNAL != NONE,
+                EVICT != NEVER,
+                HAS_WINDOW,
+            )
+            least, oldest, victim = lower(least, oldest, victim, value, position, at)
         if PACKED:
-            stored += tl.load(packed_lens + r) - tl.load(dead + r)
-        grows = stored < tl.load(caps + r)
-        new_value = tl.full([], 0.0, tl.float32) + new_score
-        if SHARED and SIGNAL != NONE:
-            new_value = tl.full([], 0.0, tl.float32)
-            for other in range(HEADS):
-                new_value += received_by_new(new_logits, lse, s * HEADS + other, GROUP, GROUP_BLOCK, REDUCE)
-            new_value = new_value * (1.0 / HEADS)
-        new_value = plain_value(new_value, here, here, r % HASH_HEADS, seed, EVICT, WIDTH, SHIFT, STRIDE)
-        new_value = ranked(new_value, here, here, tl.load(recent + r), sinks, window, HAS_WINDOW)
-        least = tl.full([], INF, tl.float32)
-        oldest = tl.full([], LAST_INT, tl.int32)
-        victim = tl.full([], 0, tl.int32)
+            for first in range(0, packed_n, CHUNK):
+                value, position, at = update_chunk(
+                    packed_bases,
+                    packed_arenas,
+                    packed_table,
+                    packed_stride,
+                    packed_lens,
+                    r,
+                    first,
+                    packed_n,
+                    here,
+                    grows == 0,
+                    recent,
+                    logits + packed_slots,
+                    width,
+                    lse,
+                    decay,
+                    sinks,
+                    window,
+                    seed,
+                    HEADS,
+                    GROUP,
+                    PACKED_LOG_SLOTS,
+                    PACKED_LOG_PAGES,
+                    CHUNK,
+                    SIGNAL,
+                    REDUCE,
+                    EVICT,
+                    False,
+                    WIDTH,
+                    SHIFT,
+                    STRIDE,
+                    HASH_HEADS,
+                    SIGNAL != NONE,
+                    EVICT != NEVER,
+                    HAS_WINDOW,
+                )
+                least, oldest, victim = lower(least, oldest, victim, value, position, at | IN_PACKED)
+    elif EVICT != NEVER:
         used = tl.where(grows, 0, n_chunks if PACKED else tl.cdiv(n, CHUNK))
         for first in range(0, used, CHUNKS):
             chunk = first + tl.arange(0, CHUNKS)
@@ -372,10 +506,18 @@ def settle(
             low = tl.min(value, 0)
             old = tl.min(tl.where(value == low, position, LAST_INT), 0)
             here_slot = tl.min(tl.where((value == low) & (position == old), at, LAST_INT), 0)
-            better = (low < least) | ((low == least) & (old < oldest))
-            least = tl.where(better, low, least)
-            victim = tl.where(better, here_slot, victim)
-            oldest = tl.where(better, old, oldest)
+            least, oldest, victim = lower(least, oldest, victim, low, old, here_slot)
+    # all threads have read the lengths, and have written the accumulators, before one of them changes either
+    tl.debug_barrier()
+    if EVICT != NEVER:
+        new_value = tl.full([], 0.0, tl.float32) + new_score
+        if SHARED and SIGNAL != NONE:
+            new_value = tl.full([], 0.0, tl.float32)
+            for other in range(HEADS):
+                new_value += received_by_new(new_logits, lse, s * HEADS + other, GROUP, GROUP_BLOCK, REDUCE)
+            new_value = new_value * (1.0 / HEADS)
+        new_value = plain_value(new_value, here, here, r % HASH_HEADS, seed, EVICT, WIDTH, SHIFT, STRIDE)
+        new_value = ranked(new_value, here, here, tl.load(recent + r), sinks, window, HAS_WINDOW)
         stays = (new_value > least) | ((new_value == least) & (here >= oldest))
         stores = grows | stays
         gone = tl.where(grows, -1, tl.where(stays, oldest, here))
@@ -385,21 +527,16 @@ def settle(
             arena, row = locate(row_of, victim & (IN_PACKED - 1), buries, PACKED_LOG_SLOTS, PACKED_LOG_PAGES)
             at = slot_rows(packed_bases, packed_arenas, POSITIONS, arena, row, buries, 1, tl.int32)
             tl.store(at, -1, mask=buries)
-            tl.store(dead + r, tl.load(dead + r) + 1, mask=buries)
+            tl.store(dead + r, buried + 1, mask=buries)
             grows = grows | buries
         slot = tl.where(grows, n, victim)
     tl.store(evicted + r, gone)
     arena, row = locate(table + r * table_stride, slot, stores, LOG_SLOTS, LOG_PAGES)
     d = tl.arange(0, KEY_BLOCK)
-    at = slot_rows(bases, n_arenas, KEYS, arena, row, stores, KEY_DIM, TYPE)
-    k_row = tl.load(k_new + s * k_s + h * k_h + d, mask=d < KEY_DIM, other=0.0)
-    tl.store(at + d, k_row, mask=d < tl.where(stores, KEY_DIM, 0))
+    k_row = turned(k_new + s * k_s + h * k_h, d, d < KEY_DIM, cos + s * cos_s, sin + s * sin_s, HALF, TURN_TYPE)
     e = tl.arange(0, VALUE_BLOCK)
-    at = slot_rows(bases, n_arenas, VALUES, arena, row, stores, VALUE_DIM, TYPE)
     v_row = tl.load(v_new + s * v_s + h * v_h + e, mask=e < VALUE_DIM, other=0.0)
-    tl.store(at + e, v_row, mask=e < tl.where(stores, VALUE_DIM, 0))
-    tl.store(slot_rows(bases, n_arenas, POSITIONS, arena, row, stores, 1, tl.int32), here, mask=stores)
-    tl.store(slot_rows(bases, n_arenas, SCORES, arena, row, stores, 1, tl.float32), new_score, mask=stores)
-    if HAS_MASSES:
-        tl.store(slot_rows(bases, n_arenas, LOG_MASSES, arena, row, stores, 1, tl.float32), 0.0, mask=stores)
+    store_entry(
+        bases, n_arenas, arena, row, stores, d, k_row, e, v_row, here, new_score, KEY_DIM, VALUE_DIM, TYPE, HAS_MASSES
+    )
     tl.store(lens + r, tl.where(grows, n + 1, n))

@@ -15,6 +15,21 @@ from millpond.kernels.decoder_ops import DecoderOps, Norm, Projection, Rest
 #: attend(layer, q (N, n_heads, D), k, v (N, n_kv_heads, D)) -> (N, n_heads * D): all strides, heads contiguous.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
+#: cos and sin, (N, dim) each.
+Angles = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class TurningAttend:
+    """Attention that rotates queries and keys itself.
+
+    Attributes:
+        call: call(layer, q, k, v, angles) as `Attend`; q and k are rotated already where the angles are None.
+    """
+
+    call: Callable[[int, Tensor, Tensor, Tensor, Angles | None], Tensor]
+
+
 #: give_hidden(layer, hidden (N, width)): what the attention of a layer reads, the normed hidden states.
 GiveHidden = Callable[[int, Tensor], None]
 
@@ -59,8 +74,8 @@ class Block:
     def forward(
         self,
         x: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
-        attend: Attend,
+        rotary: Angles | None,
+        attend: Attend | TurningAttend,
         dense: DecoderOps,
         rows: Tensor | None = None,
         give_hidden: GiveHidden | None = None,
@@ -72,16 +87,19 @@ class Block:
         """
         if give_hidden is not None:
             give_hidden(self.index, x.clone() if self.qkv.norm is None else dense.norm(x, self.qkv.norm))
-        q, k, v = self._heads(x, rotary, dense)
-        seen = attend(self.index, q if self.q_scale == 1 else q * self.q_scale, k, v)
+        late = isinstance(attend, TurningAttend) and dense.turns_late
+        q, k, v = self._heads(x, None if late else rotary, dense)
+        q = q if self.q_scale == 1 else q * self.q_scale
+        if isinstance(attend, TurningAttend):
+            seen = attend.call(self.index, q, k, v, rotary if late else None)
+        else:
+            seen = attend(self.index, q, k, v)
         if rows is not None:
             x, seen = x[rows], seen[rows]
         return self._behind_attention(x, seen, dense)
 
-    def _heads(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, dense: DecoderOps
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values after RoPE: (N, heads, D) each."""
+    def _heads(self, x: Tensor, rotary: Angles | None, dense: DecoderOps) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values after RoPE, if it is given: (N, heads, D) each."""
         if rotary is not None and len(self.qkv.parts) == 3 and self.q_norm is self.k_norm is None:
             return dense.heads(x, self.qkv, self.head_dim, *rotary)
         q, k, v = self.heads(dense.apart(x, self.qkv))

@@ -16,7 +16,7 @@ from millpond.kernels.decoder_ops import DecoderOps, Norm, choose, in_one_call
 from millpond.kernels.linear import FEW_ROWS, linear
 from millpond.kernels.native import Layers
 from millpond.kernels.quantized_weight import QuantizedWeight, Weight
-from millpond.models.lean.block import Attend, Block, GiveHidden
+from millpond.models.lean.block import Attend, Block, GiveHidden, TurningAttend
 
 #: A linear layer: rows (N, k), weight (n, k) and bias (n,) or None to (N, n).
 Multiply = Callable[[Tensor, Weight, Tensor | None], Tensor]
@@ -123,7 +123,7 @@ class Decoder:
         self,
         ids: Tensor,
         positions: Tensor,
-        attend: Attend,
+        attend: Attend | TurningAttend,
         rows: Tensor,
         narrow: Narrow | None = None,
         given: GivenRows | None = None,
