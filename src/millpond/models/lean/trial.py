@@ -56,7 +56,7 @@ def try_out(
     by_layer = shapes()
 
     def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend_all(q, k, v, by_layer[index], places).reshape(len(q), -1)
+        return attend_all(index, q, k, v, by_layer[index], places).reshape(len(q), -1)
 
     first, last = seen[0][0], seen[-1][1]
     _compare(f"the embeddings of {name}", decoder.embed(ids, positions), first, first)
@@ -70,8 +70,13 @@ def try_out(
     _compare(f"the head of {name}", decoder.logits(last), logits, logits)
 
 
-def attend_all(q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape, places: Sequence[int] = PLACES) -> Tensor:
-    """Return attention (N, Hq, value_dim) of the trial's tokens, q (N, Hq, D), k and v (N, H, D), over themselves."""
+def attend_all(
+    index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape, places: Sequence[int] = PLACES
+) -> Tensor:
+    """Return attention (N, Hq, value_dim) of a trial's tokens over themselves, in any layer.
+
+    q: (N, Hq, D), k and v: (N, H, D).
+    """
     positions = torch.tensor(places, dtype=torch.int32, device=q.device)
     q, k, v = (t.transpose(0, 1) for t in (q, k, v))
     return ops.prefill(PrefillArgs(q, k, v, positions, shape)).out.transpose(0, 1)
