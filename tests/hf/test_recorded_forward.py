@@ -154,6 +154,21 @@ def test_a_loop_of_the_callers_own(positions: bool) -> None:
     assert (n > 7) == positions
 
 
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_positions_are_those_that_are_passed(name: str) -> None:
+    model, ids = shared_model(name), text(2, 30)
+    places = torch.arange(30)[None] * 2
+
+    def run(cache: MillpondCache) -> Tensor:
+        logits = [model(ids[:, :20], position_ids=places[:, :20], cache=cache).logits[:, -1]]
+        for n in range(20, 30):
+            logits.append(model(ids[:, n : n + 1], position_ids=places[:, n : n + 1], cache=cache).logits[:, -1])
+        return torch.stack(logits, 1)
+
+    with torch.no_grad():
+        assert agree(model, run, "h2o", "50%") == 9
+
+
 def test_pads_behind_the_prompt_take_the_models_own_forward() -> None:
     model, new = shared_model("llama"), text(2, 12, seed=9)
 
