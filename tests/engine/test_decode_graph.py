@@ -1,4 +1,4 @@
-"""Decoding steps that are recorded and replayed: who gets one, and that it changes nothing."""
+"""Decoding steps that are recorded and replayed: who gets one, how many are made, and that it changes nothing."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from millpond.engine.engine import Engine
 from millpond.errors import NumericsError
 from millpond.kernels import ops
+from millpond.kernels.cuda_graphs import graph_bytes
 from millpond.models.lean.decode_graph import DecodeGraph
 from millpond.models.lean.decoder import Decoder
 from millpond.prompt_marks import PromptMarks
@@ -86,19 +88,75 @@ def test_the_kernels_of_a_gpu(family: str, graphs: list[DecodeGraph], monkeypatc
 
 
 def test_new_pages_do_not_make_another_graph(graphs: list[DecodeGraph]) -> None:
-    answers(engine_for("full"), 40, new=60)  # pages of 4 tokens: 15 times one is added
-    assert graphs[-1].recorded == 2  # when the tables were full, once more
+    answers(engine_for("full"), 40, new=60)  # pages of 4 tokens: 15 times one is added, up to 25
+    assert graphs[-1].recorded == 1  # of 32 columns
     assert graphs[-1].replayed > 50
 
 
-def test_a_batch_that_changes_is_recorded_again(graphs: list[DecodeGraph]) -> None:
-    engine = engine_for("h2o")
-    add(engine, ask(40, greedy(8)), ask(57, greedy(30)), ask(31, greedy(18)))
+def test_few_graphs_while_caches_grow(graphs: list[DecodeGraph]) -> None:
+    """From 10 pages to 64, for which tables have room at the end."""
+    answers(engine_for("full"), 40, new=216)
+    made = graphs[-1]._graphs.values()
+    assert [graph.inputs.regions[0].plain.table.shape[1] for graph in made] == [32, 48, 64, 96]
+    assert graphs[-1].recorded == 4
+    assert graphs[-1].replayed > 200
+
+
+def test_sequences_that_come_and_go_make_few_graphs(graphs: list[DecodeGraph]) -> None:
+    engine, lengths = engine_for("h2o", max_running=8), {40: 8, 57: 30, 31: 18, 33: 25, 45: 12, 52: 21, 36: 28, 29: 9}
+    rows = []
+    add(engine, *(ask(length, greedy(new)) for length, new in lengths.items()))
+    real = graphs[-1].step
+    graphs[-1].step = lambda ids, *rest: (rows.append(len(ids)), real(ids, *rest))[1]  # type: ignore[method-assign]
     done = {name: tokens(output) for name, output in finish(engine).items()}
-    assert graphs[-1].recorded >= 2
     engine.close()
-    for length, new in ((40, 8), (57, 30), (31, 18)):
-        assert answers(engine_for("h2o"), length, new=new)[str(length)] == done[str(length)]
+    assert len(set(rows)) >= 6  # numbers of sequences, in graphs of 8, 4, 2 and 1
+    assert graphs[-1].recorded <= 4
+    assert graphs[-1].replayed >= len(rows) - 2 * 4
+    for length, new in lengths.items():
+        alone = engine_for("h2o")
+        assert answers(launching(alone), length, new=new)[str(length)] == done[str(length)]
+
+
+def test_numbers_that_go_to_and_fro_are_recorded(graphs: list[DecodeGraph]) -> None:
+    """Two sequences, three, two, three: in graphs of 2 and 4."""
+    engine = engine_for("full")
+    add(engine, ask(40, greedy(90)), ask(57, greedy(90)))
+    while not graphs[-1].replayed:
+        engine.step()
+    for n in range(4):
+        engine.add(ask(30, greedy(3), name=f"more {n}"))
+        while not any(output.finished for output in engine.step()):
+            pass
+    assert graphs[-1].recorded == 2
+    engine.close()
+
+
+def test_rows_without_a_sequence_change_nothing(graphs: list[DecodeGraph]) -> None:
+    """Logits and log-sum-exp of three sequences in a graph of four rows; what it holds is counted."""
+    engine = engine_for("h2o")
+    add(engine, *(ask(length, greedy(20)) for length in (40, 57, 31)))
+    graph, seen = graphs[-1], []
+    real = graph._compute
+
+    def compute(ids: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        out = real(ids, *rest)
+        seen.append((len(ids), out))
+        return out
+
+    graph._compute = compute  # type: ignore[method-assign]
+    while graph.replayed < 5:
+        engine.step()
+    (rows, (logits, lse)), (before, _) = seen[-1], seen[0]
+    assert (before, rows) == (3, 4)
+    assert bool((lse[:, 3] == -torch.inf).all())
+    assert not bool((lse[:, :3] == -torch.inf).any())
+    inputs = graph._graphs[1].inputs
+    assert graph.nbytes == inputs.nbytes + 2 * 4 * 8 + logits.nbytes + lse.nbytes
+    tables = [one.plain.table for one in inputs.regions]
+    assert inputs.nbytes == sum(t.nbytes + 3 * 4 * len(t) for t in tables) + 4 * 4  # lengths, caps, recent; positions
+    assert graph_bytes([(2, 4)] * len(tables), 4, tables[0].shape[1], logits.shape[1] * 4) == graph.nbytes
+    engine.close()
 
 
 @pytest.mark.in_turns(1, of=2)

@@ -278,7 +278,7 @@ def test_weights_that_are_replaced_count() -> None:
             assert counts(cache) == (1, 4)  # those behind the last change
 
 
-@pytest.mark.parametrize("change", ["forward of the head", "layer", "class"])
+@pytest.mark.parametrize("change", ["forward of the head", "layer", "class", "wide logits"])
 def test_other_models_run_their_own_forward(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompt = family("llama").make(), left_padded([40, 23])
     if change == "forward of the head":
@@ -292,13 +292,42 @@ def test_other_models_run_their_own_forward(change: str, monkeypatch: pytest.Mon
     else:
         own_class = type(model).forward
 
-        def halved(self: Any, *args: Any, **kwargs: Any) -> Any:
+        model = model.bfloat16() if change == "wide logits" else model
+
+        def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
             out = own_class(self, *args, **kwargs)
-            out.logits = -out.logits
+            out.logits = -out.logits if change == "class" else out.logits.float()
             return out
 
-        monkeypatch.setattr(type(model), "forward", halved)
+        monkeypatch.setattr(type(model), "forward", changed)
     assert agree(model, lambda cache: generate(model, prompt, 12, cache=cache), "h2o", "50%") == 0
+
+
+def test_a_class_that_gets_another_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = family("llama").make(), text(1, 30)
+    own = type(model).forward
+    with mp.compress(model, "full") as cache, torch.no_grad():
+        model(ids[:, :20], cache=cache)
+        for column in range(20, 24):
+            model(ids[:, column : column + 1], cache=cache)
+        assert counts(cache) == (1, 3)
+        monkeypatch.setattr(type(model), "forward", lambda *args, **kwargs: "another")
+        with pytest.raises(mp.UnsupportedModelError, match="was given no keys"):
+            type(model).__call__(model, ids[:, 24:25], cache=cache)
+        monkeypatch.setattr(type(model), "forward", own)
+
+
+def test_a_token_behind_drafts_keeps_them() -> None:
+    model, ids = shared_model("llama"), text(1, 40)
+    with mp.compress(model, "h2o", "50%") as cache, torch.no_grad():
+        model(ids[:, :20], cache=cache)
+        cache.activate_past_recording()
+        model(ids[:, 20:25], cache=cache)
+        for column in range(25, 28):
+            model(ids[:, column : column + 1], cache=cache)
+        with pytest.raises(mp.CacheMismatchError, match="cannot take back 1"):
+            cache.crop(-1)
+        assert counts(cache) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -448,8 +477,7 @@ def test_inside_generate_no_mask_is_looked_at(monkeypatch: pytest.MonkeyPatch) -
         out = generate(model, prompt, 10, cache=cache)
         assert [mask is None for mask in seen] == [False, *[True] * 9]
         seen.clear()
-        turn = torch.cat([out, text(2, 2, seed=4)], 1)
-        mask = torch.cat([prompt["attention_mask"], torch.ones(2, 12, dtype=torch.int64)], 1)
-        generate(model, {"input_ids": turn, "attention_mask": mask}, 10, cache=cache)
+        mask = torch.cat([prompt["attention_mask"], torch.ones(2, 10, dtype=torch.int64)], 1)
+        generate(model, {"input_ids": out, "attention_mask": mask}, 10, cache=cache)  # its prompt is one new token
         assert [mask is None for mask in seen] == [False, *[True] * 9]
         assert cache.passes.answer_begin is None

@@ -14,7 +14,7 @@ from millpond.cache.pages.ref_counted_pool import arena_bytes_on
 from millpond.errors import OptionError
 from millpond.hf.cache import MillpondCache
 from millpond.kernels import cuda_graphs
-from millpond.kernels.cuda_graphs import RecordedDecode, recording
+from millpond.kernels.cuda_graphs import RecordedDecode, recording, roomy
 from millpond.kernels.pages import PageArrays
 from tests.helpers.hf.families import generate, left_padded, shared_model
 
@@ -78,6 +78,13 @@ def test_arenas_are_larger_on_a_device() -> None:
     assert arena_bytes_on(torch.device("cpu"), None) == 8 << 20
     assert arena_bytes_on(torch.device("meta"), None) == 64 << 20
     assert arena_bytes_on(torch.device("meta"), MemoryLimit(64 << 20)) == 1 << 20
+
+
+def test_roomy_sizes() -> None:
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
+    assert sorted({roomy(n) for n in range(1, 257)}) == sizes
+    for n in range(1, 257):
+        assert roomy(n) == min(size for size in sizes if size >= n)
 
 
 class Capture:

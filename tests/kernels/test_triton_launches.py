@@ -126,6 +126,12 @@ def test_attention_over_numbers(
     assert of_attention(case) == {"attend": 1, "combine": 1, **more}
 
 
+def test_attention_over_codes_that_are_read_one_by_one() -> None:
+    plain = Case([40, 40], 2, 1, 4, 64, 64, 16, torch.bfloat16)
+    counts = of_attention(PackedCase(plain, [64, 64], side(Format.NUQ4, group=32), side(Format.NUQ4, group=16), 32))
+    assert counts == {"attend": 1, "attend_packed": 1, "combine": 1}
+
+
 @pytest.mark.parametrize("format", [Format.INT4, Format.INT8])
 @pytest.mark.parametrize(("rule", "whole", "more"), RULES)
 def test_attention_over_numbers_and_codes(
@@ -135,22 +141,21 @@ def test_attention_over_numbers_and_codes(
     plain = Case([40, 40], 2, 1, 4, 64, 64, 16, torch.bfloat16, rule=rule)
     counts = of_attention(PackedCase(plain, [96, 96], side(format, group=32), side(format, group=16), 32))
     more = {name: 2 if name == "score" else n for name, n in more.items()}
-    counts -= Counter({"attend": 1, "combine": 1, **more})
-    assert counts.total() == 1, counts  # of attention over codes
+    assert counts == {"attend_both": 1, "combine": 1, **more}
 
 
 #: Of a step besides its layers: embeddings, angles, the last norm, the head and what joins the layers' sums.
 OUTSIDE = 20
-OF_A_LAYER = {"mm": 2, "addmm_": 2, "normalize_rows": 2, "gate_rows": 1, "attend": 1, "combine": 1}
+OF_A_LAYER = {"mm": 2, "addmm_": 2, "normalize_rows": 2, "gate_rows": 1, "combine": 1}
 
 
 @pytest.mark.parametrize(
     ("rule", "format", "more"),
     [
-        (KEEP_ALL, None, {}),
+        (KEEP_ALL, None, {"rotate_heads": 1}),
         (BY_SCORE, None, {"settle": 1}),
-        (KEEP_ALL, Format.INT4, {"attend_words": 1}),
-        (BY_SCORE, Format.INT4, {"attend_words": 1, "settle": 1}),
+        (KEEP_ALL, Format.INT4, {"rotate_heads": 1}),
+        (BY_SCORE, Format.INT4, {"rotate_heads": 1, "settle": 1}),
     ],
     ids=["full", "h2o", "int4", "h2o int4"],
 )
@@ -178,8 +183,9 @@ def test_a_whole_step(
             graph._compute(ids, ids + 100, regions, [None] * layers)
         found.append(counts)
         totals.append(counts.total())
-    assert found[1] - found[0] == {**OF_A_LAYER, **more}
-    assert totals[1] - totals[0] <= 10 + (rule is BY_SCORE and format is not None)
+    of_a_layer = {**OF_A_LAYER, "attend" if format is None else "attend_both": 1, **more}
+    assert found[1] - found[0] == of_a_layer
+    assert sum(of_a_layer.values()) == 10 + (len(more) > 1)
     assert totals[1] <= 3 * 12 + OUTSIDE, found[1]
 
 

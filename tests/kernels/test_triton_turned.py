@@ -1,4 +1,4 @@
-"""Steps whose kernels rotate queries and keys as they read them: bit for bit what is rotated before."""
+"""Steps whose kernels rotate queries and new keys: bit for bit what is rotated before."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from millpond.kernels.decoder_ops import turned
 from millpond.kernels.gpu.new_entry import Turn
 from millpond.kernels.packed.layout import Format
 from tests.helpers.kernels.make import Call, Case
-from tests.helpers.kernels.packed_make import PackedCall, PackedCase, rope_for, side
+from tests.helpers.kernels.packed_make import PackedCall, PackedCase, side
 
 if not INTERPRET:
     pytest.skip("these run in the interpreter of Triton only", allow_module_level=True)
@@ -65,35 +65,24 @@ def args_of(call: Call | PackedCall) -> DecodeArgs:
     return call.args() if isinstance(call, Call) else call.plain.args(call.packed)
 
 
-@pytest.mark.parametrize("rule", [KEEP_ALL, BY_SCORE, DecodeRule(evict=Evict.OLDEST)])
+@pytest.mark.parametrize("evict", [Evict.ACC, Evict.NEVER])
 @pytest.mark.parametrize("tuning", TUNINGS[1:])
 @pytest.mark.parametrize(("dim", "rotary"), [(64, 64), (40, 12)])
-def test_plain_pages(rule: DecodeRule, tuning: Any, dim: int, rotary: int) -> None:
-    caps = [20, 90, 40, 40, 1, 5]
+def test_kernels_that_rotate(evict: Evict, tuning: Any, dim: int, rotary: int) -> None:
+    caps, rule = [20, 90, 40, 40, 1, 5], replace(BY_SCORE, evict=evict)
     case = Case([20, 60, 40, 0, 0, 3], 3, 2, 3, dim, 48, 16, BF16, caps=caps, inactive={1}, rule=rule)
     both(case.build, rotary, tuning)
 
 
-@pytest.mark.parametrize("rule", [KEEP_ALL, BY_SCORE])
-@pytest.mark.parametrize(("format", "keep"), [(Format.INT4, 0), (Format.INT4, 32), (Format.FP8, 0), (Format.NUQ4, 32)])
-def test_codes(rule: DecodeRule, format: Format, keep: int) -> None:
-    group = 32 if format.grouped else 0
-    plain = Case([20, 5], 1, 2, 3, 64, 64, 16, BF16, caps=[60, 69], rule=rule)
-    case = PackedCase(plain, [64, 64], side(format, group=group), side(format, group=group), 32, keep=keep)
-    both(case.build, 64, TUNINGS[1])
+def test_half_precision() -> None:
+    both(Case([20, 60], 1, 2, 3, 64, 48, 16, torch.float16, rule=BY_SCORE).build, 64, TUNINGS[0], torch.float16)
 
 
-def test_angles_in_another_dtype_and_half_precision() -> None:
-    both(Case([20, 60], 1, 2, 3, 64, 48, 16, torch.float16).build, 64, TUNINGS[0], torch.float16)
-
-
-@pytest.mark.parametrize("case", ["float32", "wide angles", "rope"])
+@pytest.mark.parametrize("case", ["float32", "wide angles", "codes", "unscored"])
 def test_rows_that_are_rotated_before(case: str) -> None:
-    """What no kernel rotates: float32, and queries of keys that are stored before RoPE."""
-    plain = Case([20], 1, 1, 3, 64, 48, 16, torch.float32 if case == "float32" else BF16)
-    codes = side(Format.INT4, True, fixed=True), side(Format.INT4)
-    packed = PackedCase(plain, [96], *codes, 32, rope=rope_for(64, 200, 64))
-    build = packed.build if case == "rope" else plain.build
+    rule = KEEP_ALL if case == "unscored" else BY_SCORE
+    plain = Case([20], 1, 1, 3, 64, 48, 16, torch.float32 if case == "float32" else BF16, rule=rule)
+    build = PackedCase(plain, [64], side(Format.INT4), side(Format.INT4), 32).build if case == "codes" else plain.build
     dtype = torch.float32 if case == "wide angles" else plain.dtype
     late = angled(args_of(build()), 64, dtype)
     assert Turn.of(late) is None

@@ -110,8 +110,31 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-#: Columns of page tables are a multiple of this, and a quarter more than there are.
-WIDTH_STEP = 16
+#: Fewest columns of page tables.
+MIN_WIDTH = 32
+
+
+def roomy(n: int) -> int:
+    """Return the next of 1, 2, 4, 8, 16, 24, 32, 48, 64, 96 .. that is at least n, which is at least 1.
+
+    Steps have so many rows, and tables so many columns: few different ones, and at most half as many again as are used.
+    """
+    power: int = 1 << (n - 1).bit_length()
+    return power * 3 // 4 if power > 16 and n <= power * 3 // 4 else power
+
+
+def graph_bytes(heads: Sequence[tuple[int, int]], rows: int, width: int, row_bytes: int) -> int:
+    """Return the bytes of the inputs and outputs of a recorded step of plain pages.
+
+    Args:
+        heads: KV heads and query heads of each layer.
+        rows: Sequences that there is room for.
+        width: Columns of page tables.
+        row_bytes: Bytes of the logits of a row.
+    """
+    of_region = 4 * (width + 3)  # page ids, length, budget and protected entries
+    of_layers = sum(n_kv_heads * of_region + 4 * n_heads for n_kv_heads, n_heads in heads)
+    return rows * (of_layers + row_bytes + 4 + 2 * 8)  # with the id of a token, and its position in both widths
 
 
 class StepInputs:
@@ -121,43 +144,70 @@ class StepInputs:
     may be added or quantized, and other sequences take the rows of those that end.
 
     Args:
-        regions: Regions of a step of each layer, whose sizes the memory has.
+        regions: Regions of a step of each layer.
+        n_seq: Sequences that the memory has rows for; None: those of the step.
 
     Attributes:
         regions: Regions in this memory, in which no sequence takes part until `take`.
     """
 
-    def __init__(self, regions: Sequence[StepRegions]) -> None:
-        self._q_pos = torch.full_like(regions[0].q_pos, -1)
-        self.regions = [_placed(one, self._q_pos) for one in regions]
+    def __init__(self, regions: Sequence[StepRegions], n_seq: int | None = None) -> None:
+        given = len(regions[0].q_pos)
+        n_seq = given if n_seq is None else n_seq
+        self._q_pos = regions[0].q_pos.new_full((n_seq,), -1)
+        self.regions = [_placed(one, self._q_pos, given) for one in regions]
         self._copied: list[tuple[Tensor, ...]] = [()] * len(regions)
+        self._rows = 0  # sequences of the last step
+        self._targets: list[Tensor] = []  # what was written of their rows
+
+    @property
+    def n_seq(self) -> int:
+        """Sequences that there is room for."""
+        return len(self._q_pos)
+
+    @property
+    def width(self) -> int:
+        """Columns of all tables."""
+        return sum(table.shape[1] for place in self.regions for table in _tables(place))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this memory."""
+        given = [t for place in self.regions for t in _given(place)]
+        return sum(t.nbytes for t in (self._q_pos, *given, *_written(self.regions)))
 
     def holds(self, regions: Sequence[StepRegions]) -> bool:
-        """Whether the tables of a step fit into this memory."""
-        return all(
+        """Whether the sequences and tables of a step fit into this memory."""
+        return len(regions[0].q_pos) <= self.n_seq and all(
             table.shape[1] <= own_table.shape[1]
             for region_set, place in zip(regions, self.regions, strict=True)
             for table, own_table in zip(_tables(region_set), _tables(place), strict=True)
         )
 
     def take(self, regions: Sequence[StepRegions]) -> None:
-        """Copy the inputs of a step.
+        """Copy the inputs of a step, whose sequences take the first rows; no sequence takes part in the others.
 
         A tensor that is a new one whenever it changes is copied only then.
         """
-        self._q_pos.copy_(regions[0].q_pos)
+        rows = len(regions[0].q_pos)
+        if rows != self._rows:
+            self._q_pos[rows:] = -1
+            self._rows = rows
+            self._targets = [to[: len(of)] for to, of in zip(_written(self.regions), _written(regions), strict=True)]
+        self._q_pos[:rows].copy_(regions[0].q_pos)
         for n, region_set in enumerate(regions):
             inputs = _given(region_set)
             if len(inputs) == len(self._copied[n]) and all(map(_is, inputs, self._copied[n])):
                 continue
             for tensor, target in zip(inputs, _given(self.regions[n]), strict=True):
-                (target if tensor.ndim == 1 else target[:, : tensor.shape[1]]).copy_(tensor)
+                part = target[: len(tensor)]
+                (part if tensor.ndim == 1 else part[:, : tensor.shape[1]]).copy_(tensor)
             self._copied[n] = inputs
-        _copy(_written(self.regions), _written(regions))
+        _copy(self._targets, _written(regions))
 
     def give_back(self, regions: Sequence[StepRegions]) -> None:
         """Copy back what the step has written besides pages."""
-        _copy(_written(regions), _written(self.regions))
+        _copy(_written(regions), self._targets)
 
 
 def key_of(regions: Sequence[StepRegions]) -> tuple[Any, ...] | None:
@@ -193,24 +243,23 @@ def _is(left: object, right: object) -> bool:
     return left is right
 
 
-def _placed(regions: StepRegions, q_pos: Tensor) -> StepRegions:
-    plain = replace(regions.plain, table=_wider(regions.plain.table), lens=regions.plain.lens.clone())
-    packed = None if regions.packed is None else _placed_codes(regions.packed)
-    return replace(
-        regions, plain=plain, caps=regions.caps.clone(), recent=regions.recent.clone(), q_pos=q_pos, packed=packed
-    )
+def _placed(regions: StepRegions, q_pos: Tensor, given: int) -> StepRegions:
+    """Return regions like those of `given` sequences for those of q_pos, in memory of their own."""
+    rows = len(regions.plain.lens) // max(given, 1) * len(q_pos)
+    plain = replace(regions.plain, table=_room(regions.plain.table, rows), lens=regions.plain.lens.new_zeros(rows))
+    packed = None if regions.packed is None else _placed_codes(regions.packed, rows)
+    caps, recent = regions.caps.new_ones(rows), regions.recent.new_zeros(rows)
+    return replace(regions, plain=plain, caps=caps, recent=recent, q_pos=q_pos, packed=packed)
 
 
-def _placed_codes(packed: PackedRegions) -> PackedRegions:
-    return replace(packed, table=_wider(packed.table), lens=packed.lens.clone(), dead=packed.dead.clone())
+def _placed_codes(packed: PackedRegions, rows: int) -> PackedRegions:
+    lens, dead = (t.new_zeros(rows) for t in (packed.lens, packed.dead))
+    return replace(packed, table=_room(packed.table, rows), lens=lens, dead=dead)
 
 
-def _wider(table: Tensor) -> Tensor:
-    """Return (R, n) with the page ids of a table (R, <= n) and room for more."""
-    min_width = table.shape[1] * 5 // 4
-    widened = table.new_zeros(len(table), -(-max(min_width, 1) // WIDTH_STEP) * WIDTH_STEP)
-    widened[:, : table.shape[1]] = table
-    return widened
+def _room(table: Tensor, rows: int) -> Tensor:
+    """Return zeros (rows, n) with room for the page ids of a table (R, <= n) and for more."""
+    return table.new_zeros(rows, roomy(max(table.shape[1], MIN_WIDTH)))
 
 
 def _tables(regions: StepRegions) -> list[Tensor]:

@@ -11,6 +11,8 @@ import torch
 import millpond as mp
 from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
+from millpond.engine.offload import open_on_device as opening
+from millpond.engine.offload.graph_memory import recorded_bytes, records
 from millpond.engine.offload.model_size import model_size
 from millpond.engine.offload.open import Opened
 from millpond.engine.offload.open_on_device import device_plan, open_on_device
@@ -77,6 +79,34 @@ def test_more_memory_keeps_more_layers_and_sequences(folders: dict[str, Path]) -
     assert found.tokens_per_s < large.tokens_per_s
     limited = device_plan(size, config, small, size.layers[0].n_bytes, SPEED, work)
     assert limited.plan.share("weights", "host") <= 1 / len(size.layers)
+
+
+def test_recorded_steps_count(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all layers stay on a device whose steps are recorded, graphs take what KV would have."""
+    size, work = model_size(folders["llama"]), Workload(prompt=32, new=16)
+    config = EngineConfig(max_running=4, max_step_tokens=64)
+    graphs = recorded_bytes(size, config, work)
+    assert graphs < recorded_bytes(size, EngineConfig(max_running=5, max_step_tokens=64), work)
+    assert graphs < recorded_bytes(size, config, Workload(prompt=32, new=16_000))
+    least = size.n_bytes + (1 << 20)
+    while device_plan(size, config, least, None, SPEED, work).plan.weights == {"device": 1.0}:
+        least -= 10_000
+    least += 10_000
+    assert device_plan(size, config, least, None, SPEED, work, recorded=True).plan.weights != {"device": 1.0}
+    more = least + graphs
+    assert device_plan(size, config, more, None, SPEED, work, recorded=True).plan.weights == {"device": 1.0}
+    assert not records(CPU)
+    plan = Plan(weights={"device": 1.0}, prompt_rows=256)
+    without, _ = opened(folders["llama"], 64 << 20, plan=plan)
+    monkeypatch.setattr(opening, "records", lambda device: True)
+    found, _ = opened(folders["llama"], 64 << 20, plan=plan)
+    taken, before = (one.placement.bytes["device"] for one in (found, without))
+    assert taken["graphs"] == recorded_bytes(size, EngineConfig(**options("h2o")), Workload())
+    assert taken["kv"] == before["kv"] - taken["graphs"]
+    streamed, _ = opened(folders["llama"], 64 << 20, plan=Plan(weights={"device": 0.4, "host": 0.6}, prompt_rows=256))
+    assert "graphs" not in streamed.placement.bytes["device"]
+    for one in (without, found, streamed):
+        engine_of(one).close()
 
 
 def test_too_little_memory(folders: dict[str, Path]) -> None:

@@ -20,6 +20,7 @@ from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.engine.config import EngineConfig
 from millpond.engine.offload.cost import StepMemory
 from millpond.engine.offload.device_search import fastest_device_plan
+from millpond.engine.offload.graph_memory import recorded_bytes, records
 from millpond.engine.offload.kv_size import KVSize, kv_size, planned
 from millpond.engine.offload.machine import Accelerator, MachineConstants
 from millpond.engine.offload.model_size import ModelSize, fingerprint, size_of
@@ -89,6 +90,8 @@ def device_plan(
     memory: int | None,
     speed: Bandwidths,
     workload: Workload | None = None,
+    *,
+    recorded: bool = False,
 ) -> DevicePlan:
     """Return the plan with the most tokens per second of a model whose KV is on the device.
 
@@ -102,6 +105,7 @@ def device_plan(
         memory: Bytes of the host that weights may take; None: no limit.
         speed: Bandwidths of the device.
         workload: Texts that it is made for; None: the longest of `usual_workloads` of which one sequence fits.
+        recorded: Whether steps are recorded as graphs where all layers are on the device.
 
     Raises:
         BudgetError: not one sequence fits.
@@ -114,7 +118,7 @@ def device_plan(
         plans = [
             plan
             for n in range(len(size.layers) + 1)
-            if (plan := _with_layers(n, size, config, step, kv, device_memory, memory, speed, tried_workload))
+            if (plan := _with_layers(n, size, config, step, kv, device_memory, memory, speed, tried_workload, recorded))
             is not None
         ]
         if plans:
@@ -138,6 +142,7 @@ def _with_layers(
     memory: int | None,
     speed: Bandwidths,
     workload: Workload,
+    recorded: bool,
 ) -> DevicePlan | None:
     """Return the plan with `n` layers on the device; None where no sequence fits there."""
     num_layers = len(size.layers)
@@ -145,6 +150,8 @@ def _with_layers(
     copied_layers = [layer.n_bytes for index, layer in enumerate(size.layers) if index not in on_device]
     slots = min(SLOTS, len(copied_layers)) * size.slot_bytes
     free = device_memory - size.end_bytes - (size.layer_bytes - sum(copied_layers)) - slots - step.nbytes
+    if recorded and not copied_layers:
+        free -= recorded_bytes(size, config, workload)
     if config.kv_limit is not None:
         free = min(free, config.kv_limit)
     reading = max(kv.most - kv.held, 0)  # one prompt is read while the others decode
@@ -234,7 +241,7 @@ def open_on_device(
         assert isinstance(device, CudaDevice), "one that can be measured"
         speed = device.measure()
         if limit is None or find_spec("scipy") is None:
-            searched = device_plan(size, config, capacity, limit, speed, workload)
+            searched = device_plan(size, config, capacity, limit, speed, workload, recorded=records(gpu))
             plan, workload, said = searched.plan, searched.workload, (str(searched),)
         else:
             plan, workload = fastest_device_plan(
@@ -266,6 +273,8 @@ def open_on_device(
     ledger = Ledger([Tier(HOST, "host", limit), Tier(DISK, "disk"), device.tier])
     for purpose, nbytes in step.by_purpose.items():
         ledger.take(DEVICE, purpose, nbytes)
+    if records(gpu) and not kept and not on_disk:
+        ledger.take(DEVICE, "graphs", recorded_bytes(size, config, workload or Workload()))
     streamed = StreamedLayers(
         skeleton,
         weight_sizes(skeleton, name, None if disk is None else Path(disk), config.weights, report),

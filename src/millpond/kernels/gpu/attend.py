@@ -54,10 +54,15 @@ def attend(
     q,
     q_s,
     q_h,
+    k_new,
+    k_s,
+    k_h,
     cos,
     cos_s,
     sin,
     sin_s,
+    q_turned,
+    k_turned,
     bases,
     n_arenas,
     table,
@@ -95,7 +100,8 @@ def attend(
 ):
     """Compute output, maximum and sum of one split for all query heads of a region.
 
-    The logits are stored too if they are kept. `seen` gets the lengths, for a kernel behind that changes them.
+    The logits are stored too if they are kept. The kernels behind get the lengths in `seen`, so that one of them may
+    change them, and the rotated queries and new keys, contiguous, unless HALF is 0.
     """
     r = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -105,7 +111,7 @@ def attend(
     n = tl.load(lens + r)
     if split == 0:
         tl.store(seen + r, n)
-    if here < 0 or begin >= n:
+    if here < 0 or begin >= n * (HALF == 0) + tl.maximum(n, 1) * (HALF > 0):
         return
     end = tl.minimum(n, begin + SPLIT)
     g = tl.arange(0, GROUP_BLOCK)
@@ -113,8 +119,18 @@ def attend(
     e = tl.arange(0, VALUE_BLOCK)
     head = (r % HEADS) * GROUP + g
     q_mask = (g < GROUP)[:, None] & (d < KEY_DIM)[None, :]
-    q_rows = q + s * q_s + head[:, None] * q_h
-    q_tile = turned(q_rows, d[None, :], q_mask, cos + s * cos_s, sin + s * sin_s, HALF, TURN_TYPE).to(DOT)  # (G, K)
+    cos_row = cos + s * cos_s
+    sin_row = sin + s * sin_s
+    q_tile = turned(q + s * q_s + head[:, None] * q_h, d[None, :], q_mask, cos_row, sin_row, HALF, TURN_TYPE)  # (G, K)
+    if HALF > 0:  # noqa: SIM102 - known at compile time
+        if split == 0:
+            to = (s * HEADS * GROUP + head[:, None]) * KEY_DIM + d[None, :]
+            tl.store(q_turned + to, q_tile, mask=q_mask)
+            k_mask = (d < KEY_DIM)[None, :]
+            k_row = k_new + s * k_s + (r % HEADS) * k_h
+            k_tile = turned(k_row, d[None, :], k_mask, cos_row, sin_row, HALF, TURN_TYPE)
+            tl.store(k_turned + r * KEY_DIM + d[None, :], k_tile, mask=k_mask)
+    q_tile = q_tile.to(DOT)
     top = tl.full([GROUP_BLOCK], -INF, tl.float32)
     total = tl.zeros([GROUP_BLOCK], tl.float32)
     acc = tl.zeros([GROUP_BLOCK, VALUE_BLOCK], tl.float32)
@@ -154,10 +170,6 @@ def combine(
     q,
     q_s,
     q_h,
-    cos,
-    cos_s,
-    sin,
-    sin_s,
     k_new,
     k_s,
     k_h,
@@ -199,8 +211,6 @@ def combine(
     HAS_MASSES: tl.constexpr,
     PACKED: tl.constexpr,
     APPENDS: tl.constexpr,
-    HALF: tl.constexpr,
-    TURN_TYPE: tl.constexpr,
 ):
     """Output and log-sum-exp of one query head over its splits, its new entry and its sink.
 
@@ -222,10 +232,8 @@ def combine(
         if APPENDS:
             tl.store(evicted + r, -1, mask=g == 0)
         return
-    cos_row = cos + s * cos_s
-    sin_row = sin + s * sin_s
-    q_row = turned(q + s * q_s + head * q_h, d, d < KEY_DIM, cos_row, sin_row, HALF, TURN_TYPE).to(tl.float32)
-    k_own = turned(k_new + s * k_s + h * k_h, d, d < KEY_DIM, cos_row, sin_row, HALF, TURN_TYPE)
+    q_row = tl.load(q + s * q_s + head * q_h + d, mask=d < KEY_DIM, other=0.0).to(tl.float32)
+    k_own = tl.load(k_new + s * k_s + h * k_h + d, mask=d < KEY_DIM, other=0.0)
     v_own = tl.load(v_new + s * v_s + h * v_h + e, mask=e < VALUE_DIM, other=0.0)
     v_row = v_own.to(tl.float32)
     new = logit2(tl.sum(q_row * k_own.to(tl.float32), 0), scale, softcap, HAS_CAP)

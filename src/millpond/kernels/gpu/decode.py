@@ -1,12 +1,13 @@
 """One decoding step of one layer in a few small kernels, with fixed shapes and no host synchronization.
 
-    attend   per (region, split): attention of a whole group over SPLIT slots; logits to scratch if a rule needs them
+    attend   per (region, split): attention of a whole group over SPLIT slots; logits to scratch if a rule needs them;
+             over codes that are read as words and plain pages in one launch
     combine  per (sequence, query head): the splits, the new entry and the sink become output and log-sum-exp; where
              the rule keeps all and scores nothing, it appends the new entry, and nothing follows
     score    per (region, chunk), if tables are wide: the accumulator, and the lowest value of the chunk
     settle   per region: what `score` did not do, the victim, the store of the new entry, the length
 
-All of them rotate the queries and keys that they read where these come before RoPE.
+Where queries and keys come before RoPE, `attend` rotates them, for the kernels behind it too.
 
 Grids follow the width of the table, not the lengths, which only the device knows: programs past a length return at
 once, so a CUDA graph holds the step. Splits have a fixed size and are combined in order, so an output depends neither
@@ -31,11 +32,14 @@ from millpond.kernels.eager.decode import one_by_one
 from millpond.kernels.gpu.attend import attend, combine
 from millpond.kernels.gpu.common import TYPES, block_of, check, dot_type, on_its_device, page_logs, rows_of
 from millpond.kernels.gpu.new_entry import Turn
-from millpond.kernels.gpu.packed import attend_codes
+from millpond.kernels.gpu.packed import PlainPart, attend_codes
+from millpond.kernels.gpu.packed_words import words_serve
 from millpond.kernels.gpu.score_and_store import score, settle
 from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.pages import PageArrays
 
+#: Most slots of plain pages that a program of two warps reads at once.
+BESIDE_BLOCK = 32
 HASH_SEED = 0xC2B2AE3D  #: factor of the seed in `victims.hash_priority`
 
 
@@ -89,6 +93,13 @@ def _parts(pages: PageArrays, table: Tensor, lens: Tensor, packed: PackedRegions
         triton.cdiv(ids.shape[1] * theirs.slots, TUNING.split),
     )
     return plain._replace(others=codes.lens), codes
+
+
+def plain_constants(pages: PageArrays, block: int) -> dict[str, int]:
+    """Return what `attend_both` knows about plain pages that it reads `block` slots at a time."""
+    logs = {f"PLAIN_{name}": value for name, value in page_logs(pages).items()}
+    dims = {"PLAIN_KEY_DIM": pages.key_dim, "PLAIN_KEY_BLOCK": block_of(pages.key_dim)}
+    return {**dims, **logs, "PLAIN_BLOCK": block, "PLAIN_MASSES": int(pages.masses)}
 
 
 def _lowest(n_regions: int, n_chunks: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,15 +173,24 @@ def decode(args: DecodeArgs) -> DecodeOutput:
         "GROUP_BLOCK": block_of(group),
         "HAS_WINDOW": shape.window > 0,
         "KEEP_LOGITS": signals,
-        **turn.constants,
     }
-    seen, appends = lens, False
-    if plain.n_splits and pages.n_arenas:
-        seen, appends = torch.empty_like(lens), not signals and not chooses
+    has_plain, has_codes = plain.n_splits and pages.n_arenas, packed and codes.n_splits and codes.n_arenas
+    seen = torch.empty_like(lens) if has_plain else lens
+    appends = has_plain and not signals and not chooses
+    beside = None
+    if has_plain and has_codes and packed is not None and words_serve(packed, group, dot):
+        constants = {"TYPE": TYPES[pages.dtype], **plain_constants(pages, min(block, BESIDE_BLOCK))}
+        beside = PlainPart((*plain.where, lens, seen), plain.n_splits, constants)
+    if has_plain and beside is None:
+        q_turned, k_turned = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k_new))
         attend[(n_regions, plain.n_splits)](
             q,
             *q.stride()[:2],
+            k_new,
+            *k_new.stride()[:2],
             *turn.where,
+            q_turned,
+            k_turned,
             *plain.where,
             lens,
             q_pos,
@@ -188,12 +208,14 @@ def decode(args: DecodeArgs) -> DecodeOutput:
             num_stages=TUNING.stages if shrink == 1 else 2,
             **shapes,
             **stored,
+            **turn.constants,
         )
-    if packed and codes.n_splits and codes.n_arenas:
+        if args.angles is not None:
+            q, k_new = q_turned, k_turned
+    if has_codes and packed is not None:
         attend_codes(
             packed,
             q,
-            turn.where,
             codes.where,
             q_pos,
             (*partial, logits, n_splits, codes.first_split),
@@ -201,8 +223,9 @@ def decode(args: DecodeArgs) -> DecodeOutput:
             shapes,
             dot,
             (n_regions, codes.n_splits),
+            beside,
         )
-    entry = (*turn.where, k_new, *k_new.stride()[:2], v_new, *v_new.stride()[:2])
+    entry = (k_new, *k_new.stride()[:2], v_new, *v_new.stride()[:2])
     combine[(n_regions, group)](
         q,
         *q.stride()[:2],
@@ -226,12 +249,11 @@ def decode(args: DecodeArgs) -> DecodeOutput:
         HAS_SINK=shape.sink_logits is not None,
         HAS_MASSES=pages.masses,
         PACKED=packed is not None,
-        APPENDS=appends,
+        APPENDS=bool(appends),
         **dims,
         **heads,
         **cap,
         **stored,
-        **turn.constants,
     )
     if appends:
         return DecodeOutput(out, lse, evicted)
@@ -315,7 +337,6 @@ def decode(args: DecodeArgs) -> DecodeOutput:
         **heads,
         **stored,
         **flags,
-        **turn.constants,
     )
     return DecodeOutput(out, lse, evicted)
 

@@ -1,8 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The new entry of a decoding step: rows that are rotated as they are read, and its store in a slot.
+"""The new entry of a decoding step: its rotation, which `attend` may do, and its store.
 
-Queries and new keys may come before RoPE; each kernel that reads them rotates what it reads, so that no kernel has to
-write them first. The products are rounded where `dense.rotate_heads` rounds them, so the numbers are its numbers.
+Products are rounded where `dense.rotate_heads` rounds them, so the numbers are its numbers.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ import triton
 import triton.language as tl
 
 from millpond.kernels.args import DecodeArgs
+from millpond.kernels.decode_rules import Signal
 from millpond.kernels.gpu.common import KEYS, LOG_MASSES, POSITIONS, SCORES, TYPES, VALUES, rows_of, slot_rows
 
 
 @triton.jit
 def turned(row, at, ok, cos, sin, HALF: tl.constexpr, TYPE: tl.constexpr):
-    """Return channels `at` of a head, in any order, 0 where not `ok`; rotated unless HALF is 0.
+    """Return channels `at`, all in order, of heads at `row`, 0 where not `ok`; rotated unless HALF is 0.
 
-    `row` is a pointer to the head, or pointers to several; `cos` and `sin` point to those of the first 2 * HALF
-    channels.
+    `cos` and `sin` point to those of the first 2 * HALF channels.
     """
     x = tl.load(row + at, mask=ok, other=0.0)
     if HALF == 0:
@@ -30,6 +29,8 @@ def turned(row, at, ok, cos, sin, HALF: tl.constexpr, TYPE: tl.constexpr):
     else:
         turns = ok & (at < 2 * HALF)
         partner = tl.where(at < HALF, at + HALF, at - HALF)
+        if HALF % 8 == 0:  # so that 16 bytes are loaded at once
+            partner = tl.max_contiguous(tl.multiple_of(partner, [1, 8]), [1, 8])
         across = tl.load(row + partner, mask=turns, other=0.0).to(tl.float32)
         across = across * tl.load(sin + at, mask=at < 2 * HALF, other=0.0).to(tl.float32)
         across = across.to(TYPE).to(tl.float32)
@@ -71,27 +72,28 @@ def store_entry(
 
 
 class Turn(NamedTuple):
-    """The rotation that kernels do."""
+    """The rotation that `attend` does."""
 
     where: tuple[Any, ...]  #: cosines and their stride, sines and theirs
     constants: dict[str, Any]
 
     @classmethod
     def of(cls, args: DecodeArgs) -> Turn | None:
-        """Return the rotation of a step whose rows the kernels rotate; None where they cannot.
+        """Return the rotation of a step, none where it has no angles; None where the rows are rotated before.
 
-        Of float32 a compiler may join a product with the sum behind it, so there the rows are rotated before.
+        That is where `attend` cannot do it, or had better not: the registers that it takes would leave fewer programs
+        on a core, but for those that keep logits. Of float32 a compiler may join a product with the sum behind it.
         """
         if args.angles is None:
             return cls((args.q, 0, args.q, 0), {"HALF": 0, "TURN_TYPE": tl.float32})
         cos, sin = args.angles
-        pages, packed = args.regions.plain.pages, args.regions.packed
+        regions, half = args.regions, cos.shape[-1] // 2
+        pages = regions.plain.pages
+        wanted = regions.rule.signal is not Signal.NONE and regions.packed is None
         alike = args.q.dtype is args.k_new.dtype is pages.dtype and cos.dtype is sin.dtype and cos.dtype in TYPES
         type = torch.promote_types(args.q.dtype, cos.dtype)
-        if not alike or type is torch.float32 or cos.shape[-1] % 2 or not cos.shape[-1]:
-            return None
-        if packed is not None and packed.rope is not None:
+        launched = pages.n_arenas and regions.plain.table.shape[1]
+        if not (wanted and alike and launched) or type is torch.float32 or cos.shape[-1] != 2 * half or not half:
             return None
         cos, sin = rows_of(cos), rows_of(sin)
-        where = (cos, cos.stride(0), sin, sin.stride(0))
-        return cls(where, {"HALF": cos.shape[-1] // 2, "TURN_TYPE": TYPES[type]})
+        return cls((cos, cos.stride(0), sin, sin.stride(0)), {"HALF": half, "TURN_TYPE": TYPES[type]})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,8 +23,7 @@ from millpond.kernels.gpu.common import (
     rows_of,
     tile_rows,
 )
-from millpond.kernels.gpu.new_entry import turned
-from millpond.kernels.gpu.packed_words import TWO_128, attend_words, word_launch, word_shapes, words_serve
+from millpond.kernels.gpu.packed_words import TWO_128, attend_both, attend_words, word_launch, word_shapes, words_serve
 from millpond.kernels.packed.layout import LANES as TILE_LANES
 from millpond.kernels.packed.layout import MAX_NAMED, RUN, Format, Offsets, Side, table_of
 from millpond.kernels.packed.regions import PackedRegions
@@ -188,10 +187,6 @@ def attend_packed(
     q,
     q_s,
     q_h,
-    cos,
-    cos_s,
-    sin,
-    sin_s,
     bases,
     n_arenas,
     table,
@@ -261,8 +256,6 @@ def attend_packed(
     HAS_WINDOW: tl.constexpr,
     HAS_MASSES: tl.constexpr,
     KEEP_LOGITS: tl.constexpr,
-    HALF: tl.constexpr,
-    TURN_TYPE: tl.constexpr,
 ):
     """Compute output, maximum and sum of one split for all query heads of a region.
 
@@ -288,8 +281,7 @@ def attend_packed(
     if HAS_CHANNELS:
         q_channel = tl.load(channels + r * KEY_DIM + d, mask=d < KEY_DIM, other=0)
     q_mask = (g < GROUP)[:, None] & (d < KEY_DIM)[None, :]
-    q_rows = q + s * q_s + head[:, None] * q_h
-    q_tile = turned(q_rows, q_channel[None, :], q_mask, cos + s * cos_s, sin + s * sin_s, HALF, TURN_TYPE)  # (G, K)
+    q_tile = tl.load(q + s * q_s + head[:, None] * q_h + q_channel[None, :], mask=q_mask, other=0.0)  # (G, K)
     if HAS_BALANCE:
         factor = tl.load(balance + r * KEY_DIM + d, mask=d < KEY_DIM, other=0.0)
         q_tile = q_tile.to(tl.float32) * factor[None, :]
@@ -395,10 +387,17 @@ def attend_packed(
     store_part(part_out, part_max, part_sum, to, g, e, top, total, acc, GROUP, VALUE_DIM)
 
 
+class PlainPart(NamedTuple):
+    """The plain part of regions, for the kernel that attends to both."""
+
+    where: tuple[Any, ...]  #: bases, for how many arenas they have room, table and its stride, lengths and their copy
+    n_splits: int
+    constants: dict[str, Any]
+
+
 def attend_codes(
     packed: PackedRegions,
     q: Tensor,
-    turn: tuple[Any, ...],
     where: tuple[Any, ...],
     q_pos: Tensor,
     outputs: tuple[Any, ...],
@@ -406,8 +405,9 @@ def attend_codes(
     flags: dict[str, Any],
     dot: tl.dtype,
     grid: tuple[int, int],
+    plain: PlainPart | None = None,
 ) -> None:
-    """Launch `attend_words` where it serves, else `attend_packed`.
+    """Launch `attend_words` where it serves, else `attend_packed`; `attend_both` where a plain part is given.
 
     outputs are the partial results, the logits, all splits, and the first of these.
     """
@@ -425,13 +425,22 @@ def attend_codes(
         **side_constants("V", layout.value, layout.value_offsets, layout.value_dim),
         **page_logs(pages),
     }
-    first = (q, *q.stride()[:2], *turn, *where, packed.lens, q_pos, *outputs)
+    first = (q, *q.stride()[:2], *where, packed.lens, q_pos, *outputs)
     kept = tuple(q if x is None else rows_of(x) for x in (packed.channels, packed.balance))
     if words_serve(packed, flags["GROUP"], dot):
         flags.update(word_shapes(layout, flags["GROUP"], flags["SPLIT"]))
-        taken = {name: value for name, value in flags.items() if name in attend_words.arg_names}
-        attend_words[grid](*first, *kept, *settings, TWO_128, **taken, **word_launch(layout))
+        before, beside = 0, tuple[Any, ...]()
+        if plain is not None:
+            before, beside = plain.n_splits, plain.where
+            flags.update(plain.constants)
+        kernel = attend_words if plain is None else attend_both
+        taken = {name: value for name, value in flags.items() if name in kernel.arg_names}
+        both = (grid[0], before + grid[1])
+        kernel[both](
+            *beside, *first, before, *kept, *settings, TWO_128, **taken, **word_launch(layout, plain is not None)
+        )
         return
+    assert plain is None, "only words are read beside plain pages"
     numbers = [numbers_on(side, q.device) if side.format.uses_table else q for side in (layout.key, layout.value)]
     fixed = tuple(q if x is None else rows_of(x) for x in (packed.key_scales, packed.key_zeros))
     rope = packed.rope

@@ -2,7 +2,9 @@
 """Attention over quantized pages that reads each word of codes once and scales queries and weights, not elements.
 
 A product with codes is exact but for its float32 sum, so scales and zeros come outside it: those of a slot multiply its
-logit and its weight, those of a channel multiply the query. Where the channels of a slot fall into several groups, the
+logit and its weight, those of a channel multiply the query. Where queries are not scaled, and so not rounded again, the
+codes of keys of 2 to 4 bits are 1 << bits more than they are, as they look in the fields of a bfloat16: what that adds
+comes outside as well, and costs no instruction per code. Where the channels of a slot fall into several groups, the
 rows of the weights are repeated for each, and a row counts in the channels of its group only; a product takes 16 rows
 in any case.
 """
@@ -14,8 +16,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from millpond.kernels.gpu.attend import attend
 from millpond.kernels.gpu.common import INF, INTERPRET, KEYS, LOG2_E, LOG_MASSES, POSITIONS, block_of, logit2, tile_rows
-from millpond.kernels.gpu.new_entry import turned
 from millpond.kernels.packed.layout import LANES as TILE_LANES
 from millpond.kernels.packed.layout import Format, PackedLayout, Side
 from millpond.kernels.packed.regions import PackedRegions
@@ -27,6 +29,9 @@ LANES = tl.constexpr(TILE_LANES)
 TWO_128 = 0x43004300
 #: Formats of codes that are numbers.
 FORMATS = (Format.INT2, Format.INT3, Format.INT4, Format.INT8, Format.FP8)
+#: Most registers of a thread of `attend_both`: five of its programs of two warps share a core, as of `attend_words`.
+#: For int4 it would take 254, and four would share it; so it spills 40 bytes.
+MAX_REGISTERS = 192
 #: Most rows of weights, query heads of a group x groups of channels.
 MAX_ROWS = 64
 
@@ -62,10 +67,11 @@ def word_shapes(layout: PackedLayout, group: int, split: int) -> dict[str, Any]:
     }
 
 
-def word_launch(layout: PackedLayout) -> dict[str, int]:
-    """Return how `attend_words` is compiled."""
+def word_launch(layout: PackedLayout, both: bool) -> dict[str, int]:
+    """Return how `attend_words` is compiled, or `attend_both`."""
     wide = max(layout.key_dim, layout.value_dim) > 128
-    return {"num_warps": 2 * TUNING.warps if wide else TUNING.warps, "num_stages": TUNING.stages}
+    limit = {"maxnreg": MAX_REGISTERS} if both and not wide else {}
+    return {"num_warps": 2 * TUNING.warps if wide else TUNING.warps, "num_stages": TUNING.stages, **limit}
 
 
 def _groups(side: Side, dim: int) -> int:
@@ -93,11 +99,21 @@ def low_bits(bits):
 
 
 @triton.jit
+def moved(words, BY: tl.constexpr):
+    """Return words with their bits BY places lower, or higher where that is negative."""
+    if BY >= 0:
+        return words >> BY
+    else:
+        return words << -BY
+
+
+@triton.jit
 def bits_of(words, tops, two_128, AT: tl.constexpr, LESS: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr):
     """Return code number AT of words as the 16 bits of a bfloat16.
 
     An integer of 8 bits is the sum of two, one of them LESS. `tops` have the third bits of codes of 3 bits.
     """
+    UNIT: tl.constexpr = 0x10001 << max(7 - BITS, 0)
     pair = words >> (low_bits(BITS) * (AT // 2))  # two codes, 16 bits apart
     if FORMAT == FP8:
         # the fields of e4m3 in those of bfloat16, whose exponents are 120 more; NaN, which is never stored, gives 480
@@ -106,10 +122,12 @@ def bits_of(words, tops, two_128, AT: tl.constexpr, LESS: tl.constexpr, FORMAT: 
         pair = (~pair & 0x00800080) | 0xC300C300  # -256 where the first bit is 0, else -128
     elif BITS == 8:
         pair = (pair & 0x007F007F) | two_128  # 128 + the last 7 bits
-    elif BITS == 3:
-        pair = (pair & 0x00030003) | (((tops << 2) >> (AT // 2)) & 0x00040004) | two_128
-    else:
-        pair = (pair & (((1 << BITS) - 1) * 0x10001)) | two_128  # 128 + the code
+    else:  # the first bits of the fraction of (1 << BITS) + the code
+        lead = two_128 - (7 - BITS) * 0x00800080
+        pair = moved(words, low_bits(BITS) * (AT // 2) - (7 - BITS)) & (((1 << low_bits(BITS)) - 1) * UNIT)
+        if BITS == 3:
+            pair |= moved(tops, AT // 2 - 6) & (4 * UNIT)
+        pair |= lead
     if AT % 2 == 0:
         return pair & 0xFFFF
     else:
@@ -174,11 +192,13 @@ def codes_of(
     ok,
     FORMAT: tl.constexpr,
     BITS: tl.constexpr,
+    RAISED: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Return what codes of a page stand for, unscaled and exact: integers stand around 0.
+    """Return what codes of a page stand for, unscaled and exact.
 
-    They are all codes, in axis 0, of words depth (N,) of lanes across (M,), of `words` each.
+    Integers stand around 0, or if they are RAISED and have fewer than 8 bits, around 3/2 * (1 << BITS). They are all
+    codes, in axis 0, of words depth (N,) of lanes across (M,), of `words` each.
     """
     loaded = words_of(page, CODES, words, depth, across, MASKED, ok)
     tops = loaded
@@ -189,8 +209,10 @@ def codes_of(
         return codes * 1.329227995784916e36
     elif BITS == 8:
         return codes + bfloat16s(loaded, tops, two_128, True, FORMAT, BITS).to(DOT)
+    elif RAISED:
+        return codes
     else:
-        return codes - (128.0 + (1 << (BITS - 1)))
+        return codes - 3.0 * (1 << (BITS - 1))
 
 
 @triton.jit
@@ -207,13 +229,13 @@ def factors_of(
     page,
     SCALES: tl.constexpr,
     ZEROS: tl.constexpr,
-    HALF: tl.constexpr,
+    MIDDLE: tl.constexpr,
     first,
     N: tl.constexpr,
     THERE: tl.constexpr,
     held,
 ):
-    """Return scales and zeros, for `codes_of`, each (M, N) float32, of groups of a page.
+    """Return scales and zeros, the latter with MIDDLE scales, each (M, N) float32, of groups of a page.
 
     They are groups `first` (M,), which are even, and N - 1 after. The page has THERE of N, and from column `held` on
     all is 0. Read as words and together: the compiler loads ahead what a product needs, 4 bytes or more at once.
@@ -226,7 +248,7 @@ def factors_of(
         else:
             word = tl.load(pointer)
         scales = float16s(word, held)
-        return scales, tl.zeros_like(scales)
+        return scales, MIDDLE * scales
     else:
         pointers = pointer[:, :, None] + (tl.arange(0, 2) * ((ZEROS - SCALES) // 4))[None, None, :]
         if THERE < N:
@@ -235,18 +257,14 @@ def factors_of(
             words = tl.load(pointers)
         scale_word, zero_word = tl.split(words)
         scales = float16s(scale_word, held)
-        return scales, float16s(zero_word, held) + HALF * scales
+        return scales, float16s(zero_word, held) + MIDDLE * scales
 
 
-@triton.jit(do_not_specialize=["n_arenas", "n_splits", "first_split", "window", "two_128"])
+@triton.jit(do_not_specialize=["n_arenas", "n_splits", "first_split", "before", "window", "two_128"])
 def attend_words(
     q,
     q_s,
     q_h,
-    cos,
-    cos_s,
-    sin,
-    sin_s,
     bases,
     n_arenas,
     table,
@@ -259,6 +277,7 @@ def attend_words(
     logits,
     n_splits,
     first_split,
+    before,
     channels,
     balance,
     scale,
@@ -301,10 +320,8 @@ def attend_words(
     HAS_WINDOW: tl.constexpr,
     HAS_MASSES: tl.constexpr,
     KEEP_LOGITS: tl.constexpr,
-    HALF: tl.constexpr,
-    TURN_TYPE: tl.constexpr,
 ):
-    """Compute what `attend_packed` does, for codes that are numbers.
+    """Compute what `attend_packed` does, for codes that are numbers, after `before` programs of each region.
 
     BLOCK slots are in one page, and in one group where keys are grouped by channel. Row `part * GROUP_SPAN + g` of the
     queries is query head g, for group `part` of the value channels.
@@ -313,10 +330,12 @@ def attend_words(
     SLOTS: tl.constexpr = 1 << LOG_SLOTS
     K_PER: tl.constexpr = 32 // low_bits(K_BITS)
     V_PER: tl.constexpr = 32 // low_bits(V_BITS)
-    K_HALF: tl.constexpr = 1 << (K_BITS - 1)  # what `codes_of` takes from an integer, and zeros get back
-    V_HALF: tl.constexpr = 1 << (V_BITS - 1)
+    K_RAISED: tl.constexpr = K_FORMAT != FP8 and K_BITS < 8 and not K_BY_CHANNEL
+    # what zeros get back: where `codes_of` has its zero, less that of the code
+    K_MIDDLE: tl.constexpr = ((1 << (K_BITS - 1)) if K_ZEROS >= 0 else 0) - (3 << (K_BITS - 1) if K_RAISED else 0)
+    V_MIDDLE: tl.constexpr = (1 << (V_BITS - 1)) if V_ZEROS >= 0 else 0
     r = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
+    split = tl.program_id(1) - before
     begin = split * SPLIT
     s = r // HEADS
     here = tl.load(q_pos + s)
@@ -335,8 +354,7 @@ def attend_words(
     if HAS_CHANNELS:
         q_channel = tl.load(channels + r * KEY_DIM + d, mask=d < KEY_DIM, other=0)
     q_mask = row_ok[:, None] & (d < KEY_DIM)[None, :]
-    q_rows = q + s * q_s + head[:, None] * q_h
-    q_tile = turned(q_rows, q_channel[None, :], q_mask, cos + s * cos_s, sin + s * sin_s, HALF, TURN_TYPE)  # (M, K)
+    q_tile = tl.load(q + s * q_s + head[:, None] * q_h + q_channel[None, :], mask=q_mask, other=0.0)  # (M, K)
     if HAS_BALANCE:
         factor = tl.load(balance + r * KEY_DIM + d, mask=d < KEY_DIM, other=0.0)
         q_tile = q_tile.to(tl.float32) * factor[None, :]
@@ -377,6 +395,7 @@ def attend_words(
             (k_word < KEY_DIM // K_PER)[:, None],
             K_FORMAT,
             K_BITS,
+            K_RAISED,
             DOT,
         )  # (K, BLOCK)
         if K_FORMAT == FP8:
@@ -384,7 +403,7 @@ def attend_words(
             product *= tl.load((page + K_SCALES).to(tl.pointer_type(tl.float32)) + same)[None, :]
         elif K_BY_CHANNEL:
             at_channel = one + start // K_GROUP * KEY_DIM
-            factor, zero = factors_of(page, K_SCALES, K_ZEROS, K_HALF, at_channel, KEY_BLOCK, KEY_DIM, KEY_DIM)
+            factor, zero = factors_of(page, K_SCALES, K_ZEROS, K_MIDDLE, at_channel, KEY_BLOCK, KEY_DIM, KEY_DIM)
             product = tl.dot(settled(q_wide * factor).to(DOT), k, input_precision="ieee")
             if K_ZEROS >= 0:
                 product += tl.sum(q_wide * zero, 1)[:, None]
@@ -395,9 +414,9 @@ def attend_words(
                 if K_GROUP < KEY_DIM:
                     its_q = tl.where((d // K_GROUP == group)[None, :], q_tile, 0.0)
                 at_slot = one + group * SLOTS + start
-                factor, zero = factors_of(page, K_SCALES, K_ZEROS, K_HALF, at_slot, BLOCK, BLOCK, n - first)
+                factor, zero = factors_of(page, K_SCALES, K_ZEROS, K_MIDDLE, at_slot, BLOCK, BLOCK, n - first)
                 product += tl.dot(its_q, k, input_precision="ieee") * factor
-                if K_ZEROS >= 0:
+                if K_ZEROS >= 0 or K_RAISED:
                     product += tl.sum(its_q.to(tl.float32), 1)[:, None] * zero
             if K_MEANS >= 0:
                 means, _ = factors_of(page, K_MEANS, -1, 0, one, KEY_BLOCK, KEY_DIM, KEY_DIM)
@@ -424,7 +443,7 @@ def attend_words(
                 at_slot = tl.minimum(part, VALUE_DIM // V_GROUP - 1) * SLOTS + start
             else:
                 at_slot = one + start
-            factor, zero = factors_of(page, V_SCALES, V_ZEROS, V_HALF, at_slot, BLOCK, BLOCK, n - first)
+            factor, zero = factors_of(page, V_SCALES, V_ZEROS, V_MIDDLE, at_slot, BLOCK, BLOCK, n - first)
             weights = settled(p * factor).to(DOT)
             if V_ZEROS >= 0:
                 beside = beside * fade[:, None] + p * zero
@@ -440,6 +459,7 @@ def attend_words(
             (e < VALUE_DIM)[None, :],
             V_FORMAT,
             V_BITS,
+            False,
             DOT,
         )  # (BLOCK, V)
         acc = tl.dot(weights, v, acc * fade[:, None], input_precision="ieee")
@@ -449,3 +469,194 @@ def attend_words(
     tl.store(part_sum + to, tl.sum(total, 1), mask=row < GROUP)
     own = row_ok[:, None] & (e < VALUE_DIM)[None, :] & (part[:, None] == (e // V_GROUP)[None, :])
     tl.store(part_out + to[:, None] * VALUE_DIM + e[None, :], acc, mask=own)
+
+
+@triton.jit(do_not_specialize=["n_arenas", "n_splits", "first_split", "before", "window", "two_128", "plain_arenas"])
+def attend_both(
+    plain_bases,
+    plain_arenas,
+    plain_table,
+    plain_stride,
+    plain_lens,
+    seen,
+    q,
+    q_s,
+    q_h,
+    bases,
+    n_arenas,
+    table,
+    table_stride,
+    lens,
+    q_pos,
+    part_out,
+    part_max,
+    part_sum,
+    logits,
+    n_splits,
+    first_split,
+    before,
+    channels,
+    balance,
+    scale,
+    softcap,
+    window,
+    two_128,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_SPAN: tl.constexpr,
+    ROWS_BLOCK: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    K_FORMAT: tl.constexpr,
+    K_BITS: tl.constexpr,
+    K_CODES: tl.constexpr,
+    K_TOP: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    K_ZEROS: tl.constexpr,
+    K_GROUP: tl.constexpr,
+    K_BY_CHANNEL: tl.constexpr,
+    K_MEANS: tl.constexpr,
+    V_FORMAT: tl.constexpr,
+    V_BITS: tl.constexpr,
+    V_CODES: tl.constexpr,
+    V_TOP: tl.constexpr,
+    V_SCALES: tl.constexpr,
+    V_ZEROS: tl.constexpr,
+    V_GROUP: tl.constexpr,
+    PAGE_BYTES: tl.constexpr,
+    LOG_SLOTS: tl.constexpr,
+    LOG_PAGES: tl.constexpr,
+    DOT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_CHANNELS: tl.constexpr,
+    HAS_BALANCE: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_MASSES: tl.constexpr,
+    KEEP_LOGITS: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    TYPE: tl.constexpr,
+    PLAIN_KEY_DIM: tl.constexpr,
+    PLAIN_KEY_BLOCK: tl.constexpr,
+    PLAIN_LOG_SLOTS: tl.constexpr,
+    PLAIN_LOG_PAGES: tl.constexpr,
+    PLAIN_BLOCK: tl.constexpr,
+    PLAIN_MASSES: tl.constexpr,
+):
+    """Run `attend` of the plain part in the first programs of a region, `before` of them, and `attend_words` in others.
+
+    The plain part is short and waits for memory; beside the codes it takes no time of its own.
+    """
+    if tl.program_id(1) < before:
+        attend(
+            q,
+            q_s,
+            q_h,
+            q,
+            0,
+            0,
+            q,
+            0,
+            q,
+            0,
+            q,
+            q,
+            plain_bases,
+            plain_arenas,
+            plain_table,
+            plain_stride,
+            plain_lens,
+            q_pos,
+            part_out,
+            part_max,
+            part_sum,
+            logits,
+            n_splits,
+            seen,
+            scale,
+            softcap,
+            window,
+            HEADS,
+            GROUP,
+            GROUP_BLOCK,
+            PLAIN_KEY_DIM,
+            VALUE_DIM,
+            PLAIN_KEY_BLOCK,
+            VALUE_BLOCK,
+            PLAIN_LOG_SLOTS,
+            PLAIN_LOG_PAGES,
+            TYPE,
+            DOT,
+            SPLIT,
+            PLAIN_BLOCK,
+            HAS_CAP,
+            HAS_WINDOW,
+            PLAIN_MASSES,
+            KEEP_LOGITS,
+            0,
+            tl.float32,
+        )
+        return
+    attend_words(
+        q,
+        q_s,
+        q_h,
+        bases,
+        n_arenas,
+        table,
+        table_stride,
+        lens,
+        q_pos,
+        part_out,
+        part_max,
+        part_sum,
+        logits,
+        n_splits,
+        first_split,
+        before,
+        channels,
+        balance,
+        scale,
+        softcap,
+        window,
+        two_128,
+        HEADS,
+        GROUP,
+        GROUP_SPAN,
+        ROWS_BLOCK,
+        KEY_DIM,
+        VALUE_DIM,
+        KEY_BLOCK,
+        VALUE_BLOCK,
+        K_FORMAT,
+        K_BITS,
+        K_CODES,
+        K_TOP,
+        K_SCALES,
+        K_ZEROS,
+        K_GROUP,
+        K_BY_CHANNEL,
+        K_MEANS,
+        V_FORMAT,
+        V_BITS,
+        V_CODES,
+        V_TOP,
+        V_SCALES,
+        V_ZEROS,
+        V_GROUP,
+        PAGE_BYTES,
+        LOG_SLOTS,
+        LOG_PAGES,
+        DOT,
+        SPLIT,
+        BLOCK,
+        HAS_CHANNELS,
+        HAS_BALANCE,
+        HAS_CAP,
+        HAS_WINDOW,
+        HAS_MASSES,
+        KEEP_LOGITS,
+    )

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from millpond.kernels.decode_rules import Evict, Signal
 from millpond.kernels.gpu.common import INF, LOG2_E, POSITIONS, REDUCE_MAX, REDUCE_MEAN, SCORES, locate, slot_rows
-from millpond.kernels.gpu.new_entry import store_entry, turned
+from millpond.kernels.gpu.new_entry import store_entry
 
 NONE = tl.constexpr(int(Signal.NONE))
 SUM = tl.constexpr(int(Signal.SUM))
@@ -325,10 +325,6 @@ def settle(
     caps,
     recent,
     q_pos,
-    cos,
-    cos_s,
-    sin,
-    sin_s,
     k_new,
     k_s,
     k_h,
@@ -381,8 +377,6 @@ def settle(
     PACKED_LOG_SLOTS: tl.constexpr,
     PACKED_LOG_PAGES: tl.constexpr,
     WHOLE: tl.constexpr,
-    HALF: tl.constexpr,
-    TURN_TYPE: tl.constexpr,
 ):
     """Append the new entry of a region, put it in the victim's slot, or let it be the victim.
 
@@ -533,7 +527,7 @@ def settle(
     tl.store(evicted + r, gone)
     arena, row = locate(table + r * table_stride, slot, stores, LOG_SLOTS, LOG_PAGES)
     d = tl.arange(0, KEY_BLOCK)
-    k_row = turned(k_new + s * k_s + h * k_h, d, d < KEY_DIM, cos + s * cos_s, sin + s * sin_s, HALF, TURN_TYPE)
+    k_row = tl.load(k_new + s * k_s + h * k_h + d, mask=d < KEY_DIM, other=0.0)
     e = tl.arange(0, VALUE_BLOCK)
     v_row = tl.load(v_new + s * v_s + h * v_h + e, mask=e < VALUE_DIM, other=0.0)
     store_entry(

@@ -143,6 +143,11 @@ class PackedRegions:
     whole_value_dim: int = 0
     known: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    @property
+    def knows_regions(self) -> bool:
+        """Whether there is more about each region than its pages: the channels that it keeps, or their factors."""
+        return any(t is not None for t in (self.channels, self.balance, self.value_channels))
+
     def check(self, n_regions: int, key_dim: int) -> None:
         """Check that this is the packed part of `n_regions` with keys of `key_dim` channels.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,12 +13,14 @@ from torch import Tensor
 from millpond.codec.basis import Basis
 from millpond.kernels import ops
 from millpond.kernels.args import DecodeArgs, StepRegions
-from millpond.kernels.cuda_graphs import GraphRecorder, StepInputs, key_of, same_key
+from millpond.kernels.cuda_graphs import GraphRecorder, StepInputs, key_of, roomy, same_key
 from millpond.kernels.decoder_ops import turned
 from millpond.models.lean.block import Angles, TurningAttend
 
-#: Graphs that are kept, of other numbers of sequences, methods or pools.
-MAX_GRAPHS = 8
+#: Graphs that are kept, of other numbers of sequences, widths of tables, methods or pools.
+MAX_GRAPHS = 24
+#: Steps back that are looked at for one that is alike: two where the number of sequences goes to and fro.
+LOOK_BACK = 2
 
 #: Runs rows through all layers: forward(ids (S,), positions (S,), attend, rows (S,)) -> logits (S, vocabulary).
 Forward = Callable[[Tensor, Tensor, TurningAttend, Tensor], Tensor]
@@ -37,8 +39,9 @@ class _Graph:
 class DecodeGraph:
     """Decoding steps of all layers, each sequence with one token.
 
-    A step is recorded where the one before had as many sequences in the same pools under the same rules. It is replayed
-    for such steps from then on, whatever their sequences are, until their page tables outgrow it.
+    A step is recorded where one just before had about as many sequences in the same pools under the same rules. It is
+    replayed for such steps from then on, whatever their sequences are: a graph has rows and page tables of `roomy`
+    sizes, so that few are made while sequences come, grow and go.
 
     Args:
         forward: Forward pass of the decoder.
@@ -51,7 +54,7 @@ class DecodeGraph:
 
     def __init__(self, forward: Forward, record: GraphRecorder) -> None:
         self._forward, self._record = forward, record
-        self._seen: tuple[Any, ...] | None = None
+        self._seen: deque[tuple[Any, ...] | None] = deque(maxlen=LOOK_BACK)
         self._graphs: OrderedDict[int, _Graph] = OrderedDict()
         self.recorded = self.replayed = 0
 
@@ -67,33 +70,42 @@ class DecodeGraph:
             bases: Basis of the entries of each layer.
         """
         key = _key_of(regions, bases)
-        alike = key is not None and self._seen is not None and same_key(key, self._seen)
-        self._seen = key
+        alike = key is not None and any(seen is not None and same_key(key, seen) for seen in self._seen)
+        self._seen.append(key)
         graph = None if key is None else self._graph_of(key, regions)
         if graph is None and alike:
             assert key is not None, "alike"
             graph = self._make(key, ids, positions, regions, bases)
         if graph is None:
             return self._compute(ids, positions, regions, bases)
+        n = len(ids)
         graph.inputs.take(regions)
-        graph.ids.copy_(ids)
-        graph.positions.copy_(positions)
+        graph.ids[:n].copy_(ids)
+        graph.positions[:n].copy_(positions)
         graph.replay()
         self.replayed += 1
         graph.inputs.give_back(regions)
         logits, lse = graph.outputs[-1]
-        return logits.clone(), lse
+        return logits[:n].clone(), lse[:, :n]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what graphs read and return, besides weights, pages and memory that they share."""
+        return sum(
+            graph.inputs.nbytes + sum(t.nbytes for t in (graph.ids, graph.positions, *graph.outputs[-1]))
+            for graph in self._graphs.values()
+        )
 
     def _graph_of(self, key: tuple[Any, ...], regions: Sequence[StepRegions]) -> _Graph | None:
-        """Return the graph that was made for such steps, if their tables still fit."""
-        number = next((n for n, graph in self._graphs.items() if same_key(key, graph.key)), None)
-        if number is None:
+        """Return the graph that was made for such steps, the narrowest whose tables fit."""
+        fitting = [
+            number for number, graph in self._graphs.items() if same_key(key, graph.key) and graph.inputs.holds(regions)
+        ]
+        if not fitting:
             return None
+        number = min(fitting, key=lambda number: self._graphs[number].inputs.width)
         self._graphs.move_to_end(number)
-        if self._graphs[number].inputs.holds(regions):
-            return self._graphs[number]
-        del self._graphs[number]
-        return None
+        return self._graphs[number]
 
     def _make(
         self,
@@ -105,7 +117,8 @@ class DecodeGraph:
     ) -> _Graph:
         while len(self._graphs) >= MAX_GRAPHS:
             self._graphs.popitem(last=False)
-        inputs, own_ids, own_positions = StepInputs(regions), ids.clone(), positions.clone()
+        inputs = StepInputs(regions, _rows_of(regions))
+        own_ids, own_positions = (t.new_zeros(inputs.n_seq) for t in (ids, positions))
         outputs: list[tuple[Tensor, Tensor]] = []
 
         def work() -> None:
@@ -137,10 +150,18 @@ class DecodeGraph:
 
 
 def _key_of(regions: Sequence[StepRegions], bases: Sequence[Basis | None]) -> tuple[Any, ...] | None:
-    """Return what `key_of` does, and the bases."""
+    """Return what `key_of` does, with the rows of a graph in place of the sequences, and the bases."""
     key = key_of(regions)
     if key is None:
         return None
-    numbers, *fixed = key
+    (_, *numbers), *fixed = key
     turned = [basis is not None and basis.hadamard for basis in bases]
-    return [*numbers, *turned], *fixed, *(None if basis is None else basis.scales for basis in bases)
+    scales = (None if basis is None else basis.scales for basis in bases)
+    return [_rows_of(regions), *numbers, *turned], *fixed, *scales
+
+
+def _rows_of(regions: Sequence[StepRegions]) -> int:
+    """Return the rows of a graph of such steps; no more than there are where formats know each sequence."""
+    n = len(regions[0].q_pos)
+    own = any(one.packed is not None and one.packed.knows_regions for one in regions)
+    return n if own else roomy(n)
