@@ -23,7 +23,9 @@ class FusedSteps(NamedTuple):
     def begin(
         cls, layer_caches: Sequence[LayerCache], n_seq: int, shapes: Sequence[AttentionShape], changes_basis: bool
     ) -> Self | None:
-        """Begin a step with one new token of every sequence, none a pad; None unless all layers are fusable.
+        """Begin a step with one new token of every sequence, none a pad.
+
+        Return None unless all layers are fusable.
 
         Args:
             layer_caches: Caches of the layers.

@@ -28,7 +28,9 @@ class NewTokens(NamedTuple):
     position_ids: Tensor | None
 
     def positions(self, cache: MillpondCache) -> Tensor | None:
-        """Return the positions (B,) of the tokens; None if one is a pad, or the model chooses them by pads.
+        """Return the positions (B,) of the tokens.
+
+        None if one is a pad, or the model chooses them by pads.
 
         The pass begins for the layers, whichever forward runs. The mask is looked at, for which the host waits, unless
         `generate` has made the tokens.
@@ -51,7 +53,10 @@ class NewTokens(NamedTuple):
 
 
 def new_tokens(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NewTokens | None:
-    """Return the tokens of a pass that asks for no more than logits of one for each sequence; else None."""
+    """Return the tokens of a pass of one for each sequence, whose logits are all that is asked for.
+
+    None for others.
+    """
     given = kwargs if not args else {"input_ids": args[0], **kwargs}
     ids, mask, positions = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
     if len(args) > 1 or any(given[n] is not None and given[n] is not False for n in given.keys() - _KNOWN):

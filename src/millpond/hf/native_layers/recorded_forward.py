@@ -116,7 +116,10 @@ class _Steps:
 
     @no_autograd
     def run(self, model: Any, cache: MillpondCache, new: NewTokens) -> Any:
-        """Return the output of a pass of one token for each sequence; None if the model's own forward must run."""
+        """Return the output of a pass of one token for each sequence.
+
+        None if the model's own forward must run.
+        """
         if self.shapes is None or not is_plain(cache, model):
             return None
         parts = self._parts_of(model)
@@ -165,7 +168,10 @@ def _begin(model: nn.Module, passes: Sequence[nn.Module]) -> _ModelRecord:
 
 
 def _take_apart(model: Any, shapes: Sequence[AttentionShape]) -> _Parts | None:
-    """Return the parts of a model, if they compute what its own forward does, with attention of these shapes."""
+    """Return the parts of a model with attention of these shapes.
+
+    None if they do not compute what its own forward does.
+    """
     if any(own_forward(module) is not None for module in model.modules()):
         return None
     try:
@@ -180,9 +186,9 @@ def _take_apart(model: Any, shapes: Sequence[AttentionShape]) -> _Parts | None:
 def _try_out(
     model: Any, decoder: Decoder, layers: Sequence[nn.Module], shapes: Sequence[AttentionShape]
 ) -> _Parts | None:
-    """Return the parts of a model, if its decoder and its own forward agree on a few tokens, else None.
+    """Return the parts of a model, if its decoder and its own forward agree on a few tokens.
 
-    It runs inside a pass, before its first layer.
+    None if they do not. It runs inside a pass, before its first layer.
     """
     if model.dtype not in TOLERANCE:
         return None
@@ -237,7 +243,9 @@ def _override_of(kind: type[Any]) -> ForwardOverride:
 
 
 def use_recorded_forward(model: PreTrainedModel, profile: ModelProfile, cache: MillpondCache) -> Callable[[], None]:
-    """Let decoding passes of the model with this cache run without its modules, each as one recorded step.
+    """Let the model's decoding passes with this cache run as one recorded step each.
+
+    They run without its modules.
 
     Only `forward` of the model is replaced, and it runs its own for any pass but those of one token for each sequence
     that ask for nothing else than logits: with hooks inside the model, gradients, drafts or pads, and where a layer of

@@ -150,7 +150,7 @@ class DecodeGraph:
 
 
 def _key_of(regions: Sequence[StepRegions], bases: Sequence[Basis | None]) -> tuple[Any, ...] | None:
-    """Return what `key_of` does, with the rows of a graph in place of the sequences, and the bases."""
+    """Return what `key_of` does, with the rows of a graph for the sequences, and the bases."""
     key = key_of(regions)
     if key is None:
         return None
@@ -161,7 +161,10 @@ def _key_of(regions: Sequence[StepRegions], bases: Sequence[Basis | None]) -> tu
 
 
 def _rows_of(regions: Sequence[StepRegions]) -> int:
-    """Return the rows of a graph of such steps; no more than there are where formats know each sequence."""
+    """Return the rows of a graph of such steps.
+
+    There are no more than sequences where formats know each of them.
+    """
     n = len(regions[0].q_pos)
     own = any(one.packed is not None and one.packed.knows_regions for one in regions)
     return n if own else roomy(n)

@@ -91,7 +91,10 @@ def _compare(part: str, actual: Tensor, expected: Tensor, size: Tensor) -> None:
 
 
 def _noting(seen: list[tuple[Tensor, Tensor]]) -> Callable[..., None]:
-    """Return a hook that records the input and the output of a layer, (N, width) each, in passes of this thread."""
+    """Return a hook that records the input and the output of a layer, (N, width) each.
+
+    It does so in passes of this thread.
+    """
     thread = threading.get_ident()
 
     def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
