@@ -53,7 +53,7 @@ class NewTokens(NamedTuple):
 
 
 def new_tokens(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NewTokens | None:
-    """Return the tokens of a pass of one for each sequence, whose logits are all that is asked for.
+    """Return the tokens of a pass of one for each sequence that asks for logits alone.
 
     None for others.
     """
