@@ -34,7 +34,7 @@ define extras
 $(call install,-r $(VENV)/requirements.txt)
 endef
 
-.PHONY: help demo demo-real test test-real test-slow test-vllm gpu-dry-run lint types docs docs-pages docs-check bench install clean
+.PHONY: help demo demo-real test test-real test-slow test-vllm wheels gpu-dry-run lint types docs docs-pages docs-check bench install clean
 
 help:
 	@echo "make demo        the main job on the bundled model: a table and a picture"
@@ -43,6 +43,7 @@ help:
 	@echo "make test-slow   the long tests: all combinations, endless text, constant memory, many random examples"
 	@echo "make test-real   the tests on that real model"
 	@echo "make test-vllm   eviction inside vLLM: its own environment with a vLLM for CPUs, and the tests that run engines"
+	@echo "make wheels      the wheels of all packages, installed without a compiler and tried with each extra alone"
 	@echo "make gpu-dry-run every section of the GPU benchmarks in small on the CPU; installs Triton"
 	@echo "make lint        ruff: rules and formatting; YAML files that parse"
 	@echo "make types       mypy --strict"
@@ -107,6 +108,9 @@ test-vllm: $(READY)
 	$(VLLM_VENV)/bin/python -m pip install --quiet "./[cli]"
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable ./$(VLLM)
 	$(VLLM_VENV)/bin/python -m pytest $(VLLM)/tests -W default $(PYTEST_ARGS)
+
+wheels:
+	$(PYTHON) .ci/wheels --out build/wheels
 
 # every section of the GPU benchmarks in small on the CPU, Triton's kernels in its interpreter
 gpu-dry-run: $(TESTS)

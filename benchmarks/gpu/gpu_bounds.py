@@ -52,5 +52,6 @@ def prompt_flop(model: Any, tokens: int) -> float:
     embedding = model.get_input_embeddings().weight
     weights = sum(weight.numel() for weight in model.parameters()) - embedding.numel()
     weights -= 0 if model.get_output_embeddings().weight is embedding else head
-    attention = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * float(tokens) ** 2
+    dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    attention = 2 * config.num_hidden_layers * config.num_attention_heads * dim * float(tokens) ** 2
     return 2.0 * weights * tokens + 2.0 * head + attention

@@ -16,6 +16,8 @@ from threading import Timer
 from types import FrameType
 from typing import Any
 
+from gpu_goals import goal_text
+
 Row = dict[str, Any]
 
 #: Seconds after its end in which a run may still write its last row, before the process is ended.
@@ -47,6 +49,8 @@ class Cell:
 class RowFile:
     """A file of JSON lines, a row for each cell; several processes may append to it.
 
+    A line that says where the rows behind it were measured stands before them, once; see `read_rows`.
+
     Args:
         path: of the file; its folder is made.
         machine: what every row says of where it was measured, the card among it.
@@ -55,33 +59,53 @@ class RowFile:
     def __init__(self, path: Path, machine: Row) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._machine = path, machine
+        lines = [] if not path.exists() else path.read_text(encoding="utf-8").splitlines()
+        machines = [line for line in lines if line.startswith(_MACHINE)]
+        if not machines or json.loads(machines[-1])["machine"] != machine:
+            self._write({"machine": machine})
         self._done = {
             (row["section"], row["cell"])
             for row in read_rows(path)
-            if row.get("card") == machine["card"] and "error" not in row and row.get("ok") is not False
+            if row.get("card") == machine["card"] and not {"error", "skipped"} & set(row) and row.get("ok") is not False
         }
 
     def has(self, cell: Cell) -> bool:
-        """Whether the file has a row of this cell on this card that is neither an error nor a mismatch."""
+        """Whether the file has figures of this cell on this card, and no mismatch."""
         return (cell.section, cell.name) in self._done
 
     def append(self, cell: Cell, figures: Mapping[str, Any], seconds: float) -> Row:
-        """Write the row of a cell, at once."""
-        row = {"section": cell.section, "cell": cell.name, **self._machine, "seconds": round(seconds, 2), **figures}
-        line = (json.dumps(row) + "\n").encode()
+        """Write the row of a cell, at once; its goals stand beside its figures."""
+        goal = goal_text(cell.section, cell.name)
+        row = {"section": cell.section, "cell": cell.name, "seconds": round(seconds, 2), **figures}
+        row |= {"goal": goal} if goal else {}
+        self._write(row)
+        return {**self._machine, **row}
+
+    def _write(self, found: Row) -> None:
+        line = (json.dumps(found, separators=(",", ":")) + "\n").encode()
         handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             os.write(handle, line)  # one call, so that lines of two processes do not mix
         finally:
             os.close(handle)
-        return row
+
+
+#: Begins a line that says where the rows behind it were measured.
+_MACHINE = '{"machine":'
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows of a file, in the order in which they were written; [] where there is none."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    """All rows of a file, in the order in which they were written, each with its machine; [] where there is none.
+
+    A row says where it was measured, or the last line before it that says so for all behind it.
+    """
+    rows, machine = list[Row](), Row()
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        if line.startswith(_MACHINE):
+            machine = json.loads(line)["machine"]
+        elif line.strip():
+            rows.append({**machine, **json.loads(line)})
+    return rows
 
 
 class RunClock:
@@ -132,6 +156,7 @@ class CellRunner:
 
     Attributes:
         failed: cells that raised something, or whose row says that it is not ok. left_out: those without time.
+        ran: the rows of all that were run.
     """
 
     def __init__(
@@ -140,6 +165,7 @@ class CellRunner:
         self._rows, self._clock, self._tell, self._texts = rows, clock, tell, texts
         self.failed: list[str] = []
         self.left_out: list[str] = []
+        self.ran: list[Row] = []
 
     def run(self, cells: Sequence[Cell]) -> None:
         """Run the cells that have no row yet, section by section; an error is a row, and the next cell runs."""
@@ -170,6 +196,7 @@ class CellRunner:
             figures = {"error": f"{type(error).__name__}: {error}"[:500], "where": traceback.format_exc()[-900:]}
         took = time.perf_counter() - begin
         row = self._rows.append(cell, figures, took)
+        self.ran.append(row)
         if "error" in row or row.get("ok") is False:
             self.failed.append(f"{cell.section} {cell.name}")
         self._tell(f"{cell.section} {cell.name}: {shown(figures)} ({took:.1f} s)")

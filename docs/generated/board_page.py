@@ -35,8 +35,8 @@ def board() -> str:
     note = (
         f"Tasks of the rule: {each}; it wants {FAMILIES} of each model.\n"
         "Presets are points of fewer and fewer bytes by the mean over tasks, where there is one.\n"
-        "The package's `tiny` is none of them: it evicts, and is for a question that comes with the text "
-        "([chats](how-to/choose-a-method.md#what-a-setting-still-states))."
+        "The preset `tiny` is not among them: it evicts, and is for a question that comes with the text "
+        "([chats](how-to/choose-a-method.md#which-settings-still-state-a-fact))."
     )
     made = "`benchmarks/quality/board.sh` makes the rows, and `board.sh quick` a few of them in minutes."
     orders = (

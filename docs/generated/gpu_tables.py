@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from generated.gpu_goal_table import goal_table
+from generated.gpu_longer_tables import latency_table, offload_table, served_table, storage_table
+from generated.results import ROOT
 from millpond_lab.bench.common.report import markdown_table
+
+sys.path.append(str(ROOT / "benchmarks" / "gpu"))
+
+from gpu_rows import read_rows
 
 Row = dict[str, Any]
 #: What the tables show of the kernels of one layer; the file has more.
@@ -16,7 +23,7 @@ PAGES = 64
 
 def read(path: Path) -> list[Row]:
     """The rows of a file, the last one of each cell and card."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = read_rows(path)
     return list({(row["card"], row["section"], row["cell"]): row for row in rows}.values())
 
 
@@ -39,16 +46,21 @@ def card_section(rows: Sequence[Row]) -> str:
         "step": step_table,
         "step without graphs": eager_table,
         "steady": steady_table,
+        "served": served_table,
         "prompt": prompt_table,
         "profile": profile_table,
         "generate": generate_table,
         "offload": offload_table,
+        "latency": latency_table,
+        "storage": storage_table,
     }
     parts.append(tokens_sentence([row for row in rows if row["section"].startswith("tokens")]))
     for section, table in shown.items():
-        if found := [row for row in of(rows, section) if "error" not in row]:
+        if found := [row for row in of(rows, section) if not {"error", "skipped"} & set(row)]:
             parts.append(table(found))
     parts.append(kernel_tables([row for row in of(rows, "kernels") if "error" not in row]))
+    parts.append(goal_table([row for row in rows if "error" not in row]))
+    parts += [f"Not run: `{row['section']}` {row['cell']}: {row['skipped']}.\n" for row in rows if "skipped" in row]
     if errors := [f"`{row['section']}` {row['cell']}" for row in rows if "error" in row]:
         parts.append(f"Ended with an error, which the rows have: {', '.join(errors)}.\n")
     return "\n".join(part for part in parts if part)
@@ -127,26 +139,34 @@ def eager_table(rows: Sequence[Row]) -> str:
 
 
 def steady_table(rows: Sequence[Row]) -> str:
-    """Tokens a second inside one memory limit."""
-    head = ("setting", "requests", "GB held", "tokens/s", "of the bound", "median ms of a step")
+    """Tokens a second inside one memory limit, a table for each length of the caches."""
+    contexts = list(dict.fromkeys(row["context"] for row in rows))
+    return "\n".join(steady_table_of([row for row in rows if row["context"] == context]) for context in contexts)
+
+
+def steady_table_of(rows: Sequence[Row]) -> str:
+    head = ("setting", "requests", "GB held", "tokens/s", "of the bound", "median ms of a step", "slowest")
     limit, context = rows[0]["limit_gb"], rows[0]["context"]
     table = markdown_table(
         head,
         [
             (
-                str(row["cell"]),
+                str(row["cell"]).removesuffix(f", {context}"),
                 str(row["requests"]),
                 f"{row['requests'] * row['kv_bytes_each'] / 1e9:.1f}",
                 f"{row['tokens_per_s']:,.0f}",
                 f"{row['tokens_per_s'] / row['bound_tokens_per_s']:.0%}",
                 f"{row['ms']:.1f}",
+                f"{row['slowest_ms']:,.0f}" if "slowest_ms" in row else "",
             )
             for row in rows
         ],
     )
+    kept = [f"`{row['cell']}` keeps {row['kept_on_board']:.0%}" for row in rows if "kept_on_board" in row]
+    board = f"Of the full cache's answers on the board {', '.join(kept)}.\n" if kept else ""
     return (
         f"As many requests of {context:,} tokens as {limit:g} GB for caches hold, decoding; tokens a second are over "
-        f"all steps, those that open pages or are recorded among them.\n\n{table}"
+        f"all steps, those that open pages or are recorded among them.\n\n{table}{board}"
     )
 
 
@@ -188,7 +208,7 @@ def figure(row: Row, name: str) -> str:
 
 def generate_table(rows: Sequence[Row]) -> str:
     """generate() beside transformers' caches."""
-    head = ("cache", "batch", "first token s", "ms/step", "peak GB")
+    head = ("cache", "batch", "first token s", "ms/step", "over the bound", "peak GB")
     table = markdown_table(
         head,
         [
@@ -197,25 +217,15 @@ def generate_table(rows: Sequence[Row]) -> str:
                 f"{row['batch']} x {row['prompt']:,}",
                 f"{row['first_token_s']:.2f}",
                 f"{row['ms']:.1f}",
+                times(row),
                 f"{row['peak_gb']:.1f}",
             )
-            for row in rows
+            for row in sorted(rows, key=lambda row: row["batch"])
         ],
     )
-    return f"`generate()` of the same model, the host waiting for each token:\n\n{table}"
-
-
-def offload_table(rows: Sequence[Row]) -> str:
-    """A model that the GPU holds in part."""
-    head = ("cell", "requests", "tokens/s", "peak GB")
-    table = markdown_table(
-        head,
-        [
-            (str(row["cell"]), str(row["requests"]), f"{row['tokens_per_s']:.1f}", figure(row, "peak_gb"))
-            for row in rows
-        ],
-    )
-    return f"An OPT-6.7B shape inside {rows[0]['memory']}, prompts of 512, answers of 32:\n\n{table}"
+    alone = any(row.get("bound_of") == "weights alone" for row in rows)
+    bound = "reading the weights" + ("" if alone else " and what caches hold") + ", once"
+    return f"`generate()` of the same model, the host waiting for each token; the factor is over {bound}:\n\n{table}"
 
 
 def kernel_tables(rows: Sequence[Row]) -> str:

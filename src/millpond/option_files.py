@@ -104,7 +104,7 @@ def allowed(value: str, option: str) -> str:
     """Return `value` of an option that names a file, if it may be named; "" names none.
 
     Raises:
-        OptionError: only listed files may be named, and it is none. The message is the same for every path.
+        OptionError: only listed files may be named, and `value` is not listed. The message is the same for every path.
     """
     files = _listed.get()
     if files is None or isinstance(value, OptionFile) or not value:

@@ -76,7 +76,7 @@ def preset(name: str) -> dict[str, str]:
 
 
 def choose(method: Any, budget: Any, codec: Any, name: str | None = None, evicting: bool = False) -> Choice:
-    """Return the choice that a user's method, budget, codec and preset come to.
+    """Return the method, budget and codec that follow from what a user gave.
 
     Args:
         method: Name of a method; None if none was given.

@@ -231,7 +231,7 @@ def shares_in_order(shares: Iterable[Sequence[float]], name: str) -> tuple[SpanS
     for one in shares:
         given: object = one
         if not isinstance(given, Sequence) or isinstance(given, str | bytes) or len(one) != 3:
-            raise OptionError(f"{name}: {str(one)[:80]} is none: give (begin, end, share)")
+            raise OptionError(f"{name}: {str(one)[:80]} is not a span with a share: give (begin, end, share)")
         (span,) = pairs([one[:2]], name)  # type: ignore[list-item]
         _check_ends([span], name)
         share = checked_share(one[2], f"{name}: share of [{span[0]}, {span[1]})")
@@ -266,7 +266,7 @@ def checked_share(share: object, name: str = "share") -> float:
         name: What a message calls it.
 
     Raises:
-        OptionError: It is none.
+        OptionError: It is not such a number.
     """
     number = isinstance(share, int | float) and not isinstance(share, bool)
     if not number or not math.isfinite(share) or not 0 < share <= 1:  # type: ignore[arg-type, operator]

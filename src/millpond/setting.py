@@ -59,7 +59,7 @@ class Setting:
 
     @property
     def rule(self) -> str:
-        """Range of a number in words; "" where there is none."""
+        """Range of a number in words; "" if there is none."""
         parts = {"at least": self.at_least, "above": self.above}
         said = [f"{words} {end:g}" for words, end in parts.items() if end is not None]
         return " and ".join([*said, *(["finite"] if self.finite else [])])
@@ -144,7 +144,7 @@ def check_settings(owner: Any) -> None:
 
     Raises:
         OptionError: See `Setting.checked`.
-        BudgetError: An amount of bytes is none.
+        BudgetError: A value is not an amount of bytes.
     """
     kind = type(owner)
     defaults = {one.name: one for one in dataclasses.fields(kind)}

@@ -145,7 +145,7 @@ def test_a_worker_that_dies_costs_no_token(layout: dict[str, int], victim: int) 
 
 
 def test_a_chunk_store_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="workers share none"):
+    with pytest.raises(OptionError, match="belongs to one engine"):
         mp.cluster.LLM("pond-recall", chunk_store=mp.ChunkStore(tmp_path), replicas=1)
 
 

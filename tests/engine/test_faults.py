@@ -21,7 +21,7 @@ from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
 from millpond.engine.request_state import RequestState
 from millpond.engine.sampling.banned_tokens import Forbidden
-from millpond.engine.sampling.token_choice import Penalties
+from millpond.engine.sampling.penalties import Penalties
 from millpond.errors import MillpondError
 from millpond.kernels import native
 from tests.engine.test_codecs import model
@@ -198,7 +198,7 @@ def plant_in_codec(patch: pytest.MonkeyPatch, engine: Engine) -> list[int]:
 
 
 def plant_in_sampler(patch: pytest.MonkeyPatch, engine: Engine) -> list[int]:
-    return raise_behind(patch, Penalties, "apply_", lambda self, keys, logits: (VICTIM, 0) in keys)
+    return raise_behind(patch, Penalties, "apply_", lambda self, keys, *_: (VICTIM, 0) in keys)
 
 
 def plant_in_grammar(patch: pytest.MonkeyPatch, engine: Engine) -> list[int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from millpond.engine.sampling.params import SamplingParams
-from millpond.engine.sampling.token_choice import Penalties
+from millpond.engine.sampling.penalties import Penalties
 from tests.helpers.examples import examples
 
 SIZE = 13
@@ -127,3 +127,28 @@ def test_who_has_no_penalty_costs_nothing(params: SamplingParams) -> None:
     penalties.stop("a")
     assert torch.equal(logits, before)
     assert penalties.counts_bytes == 0
+
+
+@settings(max_examples=examples(50))
+@given(
+    requests=st.lists(
+        st.tuples(params_of, tokens_of, tokens_of, st.integers(0, SIZE - 1)), min_size=1, max_size=5, unique_by=id
+    ),
+    seed=st.integers(0, 1000),
+)
+def test_a_token_that_the_host_has_not_counted(
+    requests: list[tuple[SamplingParams, list[int], list[int], int]], seed: int
+) -> None:
+    """It weighs as one that it has."""
+    logits = torch.randn(len(requests), SIZE, generator=torch.Generator().manual_seed(seed))
+    penalties, keys = Penalties(), range(len(requests))
+    for key, (params, prompt, answer, _) in enumerate(requests):
+        penalties.start(key, params, prompt)
+        for token in answer:
+            penalties.count([key], [token])
+    newest = [last for *_, last in requests]
+    ahead, behind = logits.clone(), logits.clone()
+    penalties.apply_(keys, ahead, torch.tensor(newest))
+    penalties.count(keys, newest)
+    penalties.apply_(keys, behind)
+    assert torch.equal(ahead, behind)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.sampling.sampler import BadLogitsError, Sampled, Sampler
-from millpond.engine.sampling.token_choice import score_tokens
+from millpond.engine.sampling.token_scores import score_tokens
 from millpond.errors import OptionError
 from tests.helpers.examples import examples
 
@@ -61,6 +61,49 @@ def test_the_batch_changes_nothing(data: st.DataObject) -> None:
             steps[key] += 1
     for key, n in steps.items():
         assert found[key] == alone(key, n)
+
+
+def test_a_step_ahead_of_the_host_draws_the_same() -> None:
+    """Each step is launched before the one before is read; the completions without bans, some of which leave."""
+    keys = [key for key, params in enumerate(ANY) if not params.forbids]
+    sampler, found = Sampler(), {key: list[Sampled]() for key in keys}
+    for key in keys:
+        begin(sampler, key)
+    before, newest = None, None
+    for step in range(8):
+        stay = [key for key in keys if step < 5 or key % 2]
+        if before is not None and len(stay) < len(before.keys):
+            newest = before.tokens[[i for i, key in enumerate(before.keys) if key in stay]]
+        now = sampler.launch(stay, torch.stack([logits_at(key, step) for key in stay]), newest)
+        for key, sampled in zip(before.keys, sampler.finish(before), strict=True) if before is not None else ():
+            found[key].append(sampled)
+        before, newest = now, now.tokens
+    for key in keys:
+        assert found[key] == alone(key, 7)[: len(found[key])]
+        assert len(found[key]) == (7 if key % 2 else 5)
+
+
+def test_a_choice_that_is_not_finished_leaves_no_trace() -> None:
+    sampler = Sampler()
+    for key in range(4):
+        begin(sampler, key)
+    rows = torch.stack([logits_at(key, 0) for key in range(4)])
+    sampler.launch(range(4), rows)
+    drawn = sampler.launch(range(4), rows)
+    assert sampler.finish(drawn, keys={0, 3}) == [alone(0, 1)[0], alone(3, 1)[0]]
+    assert sampler([1, 2], rows[1:3]) == [alone(1, 1)[0], alone(2, 1)[0]]
+
+
+def test_rows_without_a_choice_are_named_when_they_are_read() -> None:
+    sampler, rows = Sampler(), torch.stack([logits_at(key, 0) for key in range(4)])
+    for key in range(4):
+        begin(sampler, key)
+    rows[0, 3], rows[3] = math.nan, -math.inf
+    drawn = sampler.launch(range(4), rows)
+    with pytest.raises(BadLogitsError) as caught:
+        sampler.finish(drawn)
+    assert set(caught.value.keys) == {0, 3}
+    assert sampler.finish(drawn, keys={1, 2}) == [alone(1, 1)[0], alone(2, 1)[0]]
 
 
 def test_the_greedy_batch_is_argmax() -> None:

@@ -126,5 +126,5 @@ def test_turning_back_undoes_turning_and_dots_tell_distances(interleaved: bool, 
 def test_scales_of_slots_cannot_hold_keys_before_rope() -> None:
     call = PackedCase(Case([3], 1, 1, 1, 32, 32, 16), [64], side(Format.INT4), side(Format.INT4), 64).build()
     call.packed = replace(call.packed, rope=rope_for(32, 99, 32))
-    with pytest.raises(OptionError, match="before RoPE with scales per channel"):
+    with pytest.raises(OptionError, match="rope= needs scales per channel"):
         call.run(ops)

@@ -70,7 +70,7 @@ class PrefixNode:
         key: Kind of entries, parent and tokens, exactly.
         parent: Node of the block before it; None for the first.
         pools: Pool of each layer.
-        pages: Pages of each layer; empty where there are none.
+        pages: Pages of each layer; empty if there are none.
         number: Number under which the paging rule knows it; used again once the node is removed.
         hash: Hash of its tokens and all before them, 64 bits.
         n_children: Nodes in memory that follow it.

@@ -28,14 +28,14 @@ def batch(
     ],
     *,
     out: Annotated[
-        Path, typer.Option(help="File of the answers; requests that it answers are left out.", show_default=False)
+        Path, typer.Option(help="File of the answers; requests with an answer there are left out.", show_default=False)
     ],
     error_file: Annotated[
         Path | None,
         optional(help="File of the lines that were refused or failed. Default: OUT with .errors before its suffix."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be read once and how much that spares; run nothing.")
+        bool, typer.Option("--dry-run", help="Show what would be read once and how much that saves; run nothing.")
     ] = False,
     model: ModelName = "pond-recall",
     served_name: Annotated[str | None, optional(help="The model's name in the file. Default: as --model.")] = None,
@@ -44,7 +44,7 @@ def batch(
     chunks: ChunkChoice,
     place: EnginePlace,
 ) -> None:
-    """Answer a file of requests in OpenAI's batch format; what several begin with is read once."""
+    """Answer a file of requests in OpenAI's batch format; beginnings that prompts share are read once."""
     try:
         from millpond.server.batch_files import BatchFile
     except ModuleNotFoundError as error:

@@ -60,11 +60,11 @@ class TransformChoice(OptionGroup):
         ),
     ] = True
     most_bits: Annotated[
-        float,
-        typer.Option(help="Most bits a number that the file can be used with; fewer make it smaller (transform)."),
+        float, typer.Option(help="Most bits a number that the file supports; fewer make it smaller (transform).")
     ] = 4.0
     most_head_bits: Annotated[
-        float | None, optional(help="The same of parts for caches that evict; 0: none, else --most-bits (transform).")
+        float | None,
+        optional(help="The same of parts for caches that evict; 0: no parts. Default: --most-bits (transform)."),
     ] = None
 
 

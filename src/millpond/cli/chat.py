@@ -61,7 +61,7 @@ def chat(
     ] = None,
     system: Annotated[str | None, optional(help="A system message before everything.")] = None,
     session: Annotated[
-        str | None, optional(metavar="NAME", help="Go on with the conversation of this name; its cache is stored.")
+        str | None, optional(metavar="NAME", help="Continue the conversation of this name; its cache is stored.")
     ] = None,
     cache: CacheChoice,
     kv_memory: Annotated[

@@ -25,34 +25,29 @@ class ChunkChoice(OptionGroup):
     chunk_memory: Annotated[str, typer.Option(help="Chunks in memory, at most.")] = "1GiB"
     chunk_disk: Annotated[str, typer.Option(help="Chunks in the folder, at most.")] = "20GiB"
     chunk_dtype: ChunkDtype = "auto"
-    chunk_rule: Annotated[
-        str, typer.Option(metavar="RULE", help="Which chunks leave full tiers: a rule as of --prefix-cache.")
-    ] = "lru"
+    chunk_rule: Annotated[str, typer.Option(metavar="RULE", help="Eviction rule of chunks, as of --prefix-cache.")] = (
+        "lru"
+    )
     chunk_alpha: Annotated[
-        float, typer.Option(help="Factor on what is computed again of chunks, see `millpond chunks tune-alpha`.")
+        float, typer.Option(help="Factor on the share of chunks that is computed again: `millpond chunks tune-alpha`.")
     ] = 0.17
     chunk_variants: Annotated[int, typer.Option(help="Variants of a chunk, each for another context, at most.")] = 4
     chunk_keep_above: Annotated[
-        float,
-        typer.Option(
-            help="CFO of a chunk above which what was computed of it is kept as a further variant; 1: none is."
-        ),
+        float, typer.Option(help="CFO of a chunk above which its computed part is kept as a further variant; 1: never.")
     ] = 0.05
     chunk_focus: Annotated[
         int,
         typer.Option(
-            help="Layers for which the chunks that the question attends to must stay the same; then others are not "
-            "computed again in deeper layers. 0: all are."
+            help="Layers for which the question must attend to the same chunks; then deeper layers compute no tokens "
+            "of others. 0: they compute all."
         ),
     ] = 0
     chunk_coverage: Annotated[
-        float, typer.Option(help="Share of the question's attention to chunks that those of --chunk-focus have.")
+        float, typer.Option(help="Share of the question's attention to chunks that those of --chunk-focus must have.")
     ] = 0.5
     chunk_load_timeout: Annotated[
         float,
-        typer.Option(
-            help="Seconds for which nothing may come from the disk; then chunks that are waited for are computed."
-        ),
+        typer.Option(help="Seconds without data from the disk after which waiting requests compute their chunks."),
     ] = 10.0
 
     def store(self) -> ChunkStore | None:

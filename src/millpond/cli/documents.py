@@ -33,13 +33,13 @@ def remember(
     model: ModelOptions,
     cache: CacheChoice,
     chunk: Annotated[
-        int | None, optional(min=1, help="Read the text in chunks of N tokens, and evict behind each.")
+        int | None, optional(min=1, help="Read the text in chunks of N tokens, and evict after each.")
     ] = None,
     storage_codec: Annotated[
         str | None,
         optional(
             metavar="transform:BITS",
-            help="Store what is kept in BITS a number (0.5 to 4), such as transform:1.5; --calibration is its file.",
+            help="Store kept entries in BITS a number (0.5 to 4), such as transform:1.5; --calibration is its file.",
         ),
     ] = None,
     chat: Annotated[

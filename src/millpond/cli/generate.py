@@ -165,7 +165,7 @@ def generate(
     ] = None,
     page_slots: Annotated[int | None, optional(help="Entries per page, a power of two. Default: measured.")] = None,
     chunk: Annotated[
-        int | None, optional(min=1, help="Read the prompt in chunks of N tokens, and evict behind each (lowest peak).")
+        int | None, optional(min=1, help="Read the prompt in chunks of N tokens, and evict after each (lowest peak).")
     ] = None,
     chat: Chat = None,
     placing: Placing,

@@ -36,8 +36,8 @@ NewTokens = Annotated[int, typer.Option("--max-new-tokens", "--max-tokens", min=
 ChunkDtype = Annotated[
     str,
     typer.Option(
-        help="Numbers of stored chunks: auto (as the model computes them), float32, bf16, int8, int4, or that of "
-        "--storage-codec."
+        help="Number format of stored chunks: auto (as the model computes them), float32, bf16, int8, int4, or "
+        "--storage-codec's."
     ),
 ]
 DeviceName = Annotated[str | None, option_of(LoadSettings, "device", default_text="cuda if there is one")]
@@ -51,7 +51,7 @@ OverflowRule = Annotated[str, option_of(EngineSettings, "overflow")]
 Weights = Annotated[str | None, option_of(EngineSettings, "weights")]
 PluginFile = Annotated[
     Path | None,
-    optional(help="A Python file of your own with a method, or for eval a task, which need not be installed."),
+    optional(help="A Python file with a method of your own (for eval also a task); it need not be installed."),
 ]
 Temperature = Annotated[float, typer.Option(help="0 takes the most likely token.")]
 TopP = Annotated[float, typer.Option(help="Sample from the most likely tokens of this total probability.")]

@@ -108,7 +108,7 @@ class Workers(OptionGroup):
     order = ("replicas", "prefill", "decode", "layout", "address", "handoff_memory", "checkpoint_tokens", "replan_s")
 
     layout: Annotated[
-        Path | None, optional(help="Workers as a file of 'millpond cluster plan --out' recommends them.")
+        Path | None, optional(help="Numbers of workers from a file of 'millpond cluster plan --out'.")
     ] = None
 
     @property
@@ -263,7 +263,7 @@ def serve(
     pipeline: Annotated[
         int | None,
         optional(
-            min=2, help="Processes of this machine that share the model's layers out, with their weights and caches."
+            min=2, help="Processes on this machine among which the model's layers are divided, with weights and caches."
         ),
     ] = None,
     tool_parser: Annotated[str, option_of(ServerSettings, "tool_parser")] = "auto",

@@ -182,7 +182,7 @@ class AsyncClusterLLM(ClusterClient):
         return self._cache
 
     def live(self) -> dict[Role, int]:
-        """Return numbers of workers that take new requests, by role; 0 where there is none."""
+        """Return numbers of workers that take new requests, by role; 0 if there is none."""
         return self._cluster.dispatcher.live()
 
     @property

@@ -36,8 +36,8 @@ class RowColumns:
     Attributes:
         prompt: Column of the prompts: a text, or token ids.
         key: Column that tells rows apart.
-        answer: Column of the text of the answer; None where there is none.
-        error: Column of why there is none, as "class: message"; None where there is one.
+        answer: Column of the text of the answer; None if there is none.
+        error: Column of why there is none, as "class: message"; None if there is one.
     """
 
     prompt: str

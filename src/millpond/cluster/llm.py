@@ -58,9 +58,9 @@ class Cluster:
         if not isinstance(model, str | PathLike):
             raise OptionError("a cluster's workers load the model themselves: give its name or folder")
         if config.chunk_store is not None:
-            raise OptionError("chunk_store= is that of one engine, workers share none: leave it out, or use mp.LLM")
+            raise OptionError("chunk_store= belongs to one engine, not to workers: leave it out, or use mp.LLM")
         if config.cache_dir is not None:
-            raise OptionError("cache_dir= is that of one engine, workers share none: leave it out, or use mp.LLM")
+            raise OptionError("cache_dir= belongs to one engine, not to workers: leave it out, or use mp.LLM")
         self.model, self.config = fspath(model), config
         self._session: RaySession | None = None
         options = {"config": config, "dtype": dtype, "threads": threads}

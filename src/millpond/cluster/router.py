@@ -92,7 +92,7 @@ def choose(
         spared: Tokens of the prompt that a worker holds, by its name.
 
     Returns:
-        Its name; None where there is none.
+        Its name; None if there is none.
     """
 
     def fits(load: Load) -> bool:

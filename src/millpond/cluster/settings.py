@@ -25,14 +25,17 @@ class ClusterSettings:
         None, "Engines that answer, each with its own memory limit.", at_least=1, default_text="one, no Ray"
     )
     prefill: int | None = setting(
-        None, "Engines that read prompts, for `decode` ones that continue.", more="In place of `replicas`.", at_least=1
+        None,
+        "Engines that read prompts, for `decode` engines that continue.",
+        more="In place of `replicas`.",
+        at_least=1,
     )
-    decode: int | None = setting(None, "Engines that decode behind `prefill` ones.", at_least=1)
+    decode: int | None = setting(None, "Engines that decode after `prefill` engines.", at_least=1)
     address: str | None = setting(None, "A running Ray cluster; auto: this machine's.", default_text="a private one")
     max_replays: int = setting(
         2,
-        "How often in a row a request is begun again on another worker, without a new token since, before it ends with "
-        "an error.",
+        "How often in a row a request is started again on another worker, without a new token, before it ends "
+        "with an error.",
         at_least=0,
     )
     hang_s: float = setting(
@@ -45,7 +48,7 @@ class ClusterSettings:
     )
     lease_s: float = setting(
         10.0,
-        "Seconds in which a worker that was chosen has to fetch a waiting request; else it is begun again elsewhere.",
+        "Seconds in which a chosen worker must fetch a waiting request; otherwise it is started again elsewhere.",
         more="Bytes that this process asks for no more are freed after as long.",
         above=0,
     )
@@ -59,8 +62,8 @@ class ClusterSettings:
 
     replan_s: float | None = setting(
         None,
-        "Seconds between two looks at the load of a split: where mean prompts or answers change by a fifth, workers "
-        "take the other role by drain and restart, if that balances the phases.",
+        "Seconds between two looks at the load of a split: if mean prompts or answers change by a fifth, workers "
+        "change their role by drain and restart, if that balances the phases.",
         above=0,
         default_text="roles stay",
     )

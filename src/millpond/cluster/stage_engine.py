@@ -99,6 +99,8 @@ class StageEngine(Engine):
         OptionError, UnsupportedModelError: see `cut`; or a limit of memory for layers that cannot be shared out evenly.
     """
 
+    _runs_ahead = False  # a pass ends when its last stage has told the tokens
+
     def __init__(
         self,
         model: str,

@@ -154,7 +154,7 @@ class WorkerPool:
         return [one for one in self.serving.values() if self.is_able(one) and (role is None or one.role == role)]
 
     def live(self) -> dict[Role, int]:
-        """Return numbers of workers that take new requests, by role; 0 where there is none."""
+        """Return numbers of workers that take new requests, by role; 0 if there is none."""
         return {role: len(self.able(role)) for role in dict.fromkeys(self._roles)}
 
     async def begin_drain(self, name: str, replace: bool) -> tuple[WorkerHandle, bool]:

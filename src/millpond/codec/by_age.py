@@ -48,8 +48,8 @@ def parse_ages(text: str) -> Codec:
     """Return the codec of a text with ":" in it; a semicolon separates like a comma.
 
     Raises:
-        OptionError: an unknown format, one that has no place in a tier, a size that is none, shares that leave nothing
-            for the last tier, or a tier with more bits than the one before it.
+        OptionError: an unknown format, one that has no place in a tier, a size that cannot be read, shares that leave
+            nothing for the last tier, or a tier with more bits than the one before it.
 
     Example:
         >>> [(tier.name, tier.share) for tier in parse_ages("bf16:20%,int8:20%,int4").ages]

@@ -126,7 +126,7 @@ def _with_ratio(name: str) -> Codec:
     """Return the format of a name with the shares of channels that it drops.
 
     Raises:
-        OptionError: shares that are none, or more than two.
+        OptionError: a part that is not a share, or more than two shares.
     """
     family, *ratios = (part.strip() for part in name.split(RATIO))
     if len(ratios) > 2 or not all(re.fullmatch(r"0?\.[0-9]{1,3}|0", ratio) for ratio in ratios):

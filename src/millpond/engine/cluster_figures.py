@@ -98,7 +98,7 @@ def together(stats: Sequence[EngineStats]) -> EngineStats:
 
 
 def _prefixes(parts: Sequence[PrefixStats | None]) -> PrefixStats | None:
-    """Return prefix caches of one rule as one; None where there is none."""
+    """Return prefix caches of one rule as one; None if there is none."""
     present = [one for one in parts if one is not None]
     if not present:
         return None

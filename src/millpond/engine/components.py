@@ -27,6 +27,7 @@ from millpond.engine.chunks.reuse import ChunkLoadSource, ChunkReuse, model_mark
 from millpond.engine.coded.sequence_codec import SequenceCodec, check_codes
 from millpond.engine.config import EngineConfig
 from millpond.engine.decode_groups import DecodeGroups
+from millpond.engine.device_memory import page_limit
 from millpond.engine.file_loads import FileLoads
 from millpond.engine.memory_estimate import check_limit
 from millpond.engine.outputs import EngineStats
@@ -188,8 +189,6 @@ def build(
     if config.storage_codec is not None:
         storage_codec = ModelCodec.of(model, config.storage_codec, config.calibration)
     packed_mark = None if config.weights is None else f"{config.weights} {fingerprint(unwrapped(model))}"
-    memory = MemoryLimit(config.kv_limit, pinned=tier is not None) if host_kv is None else host_kv.limits
-    scheduler = _scheduler(config, memory)
     packed = PackedModel(
         model,
         runner=config.runner,
@@ -202,6 +201,9 @@ def build(
         closing.callback(tier.close)
     closing.callback(packed.close)
     packed.limit_context(config.max_model_len)
+    memory = host_kv.limits if host_kv is not None else MemoryLimit(page_limit(packed, config), pinned=tier is not None)
+    # what a GPU has free is no promise to each request: where pages run short, the newest one waits
+    scheduler = _scheduler(config, memory.limit_bytes if host_kv is not None else config.kv_limit)
     requests = RequestTable()
     chunk_reuse, chunk_loads = _chunk_reuse(config, packed, chunk_mark, storage_codec, closing)
     swap_files = None if config.swap_to is None else SwapFiles(config.swap_to)
@@ -217,7 +219,7 @@ def build(
     decode_groups = _decode_groups(config, packed, memory, tokenizer, tier, host_kv, storage_codec)
     default_cache = decode_groups.complete(CacheOptions())
     cache_factory = decode_groups.group(default_cache).cache_factory
-    check_limit(cache_factory, memory.limit_bytes)
+    check_limit(cache_factory, memory.limit_bytes, config.kv_limit is not None or host_kv is not None)
     sequence_codec = _sequence_codec(config, packed, storage_codec, cache_factory, closing)
     sessions = _sessions(config, packed, turn_mark, cache_factory, prefix_cache, sequence_codec, closing)
     of_sessions = None if sessions is None else sessions.loads
@@ -250,9 +252,9 @@ def build(
     )
 
 
-def _scheduler(config: EngineConfig, memory: MemoryLimit) -> Scheduler:
+def _scheduler(config: EngineConfig, promised_bytes: int | None) -> Scheduler:
     return Scheduler(
-        memory.limit_bytes,
+        promised_bytes,
         step_tokens=config.max_step_tokens,
         max_running=config.max_running,
         overcommit=config.overcommit,

@@ -103,11 +103,13 @@ class DecodeGroup:
         self.batch_cache.clear()
         self.completions = []
 
+    def figures(self) -> list[KVStats]:
+        """Return the size of the cache of every answer now."""
+        return figures_of(self.batch_cache, self.cache_factory, self._layers)
+
     def update_stats(self) -> None:
         """Record in every answer the size of its cache now."""
-        for completion, figures in zip(
-            self.completions, figures_of(self.batch_cache, self.cache_factory, self._layers), strict=True
-        ):
+        for completion, figures in zip(self.completions, self.figures(), strict=True):
             completion.count(figures)
 
 

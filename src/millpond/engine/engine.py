@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 
@@ -34,6 +34,7 @@ from millpond.engine.request import Request
 from millpond.engine.request_ends import RequestEnds
 from millpond.engine.request_state import RequestState
 from millpond.engine.request_validation import RequestValidator
+from millpond.engine.run_ahead import RunAhead
 from millpond.engine.sampling.banned_tokens import Bans
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.scheduler import Step
@@ -73,6 +74,9 @@ class Engine(MovingRequests):
         UnsupportedModelError, OptionError, BudgetError, CacheMismatchError, DataError: as `compress`.
     """
 
+    #: Whether steps are launched ahead (see `RunAhead`); None: on a GPU with all weights and entries in its memory.
+    _runs_ahead: ClassVar[bool | None] = None
+
     @shows_options(EngineConfig)
     def __init__(
         self,
@@ -96,6 +100,14 @@ class Engine(MovingRequests):
             self.images = image_reader(parts.model.images, image_processor, parts.tokenizer)
             self._preemptor, self._validator = Preemptor(parts), RequestValidator(parts)
             self._prompt_start, self._executor = PromptStart(parts), StepExecutor(parts)
+            in_memory = streamed is None and tier is None and host_kv is None
+            on_cuda = parts.model.device.type == "cuda"
+            self._ahead = RunAhead(
+                parts,
+                self._executor,
+                self._preemptor.has_room,
+                enabled=on_cuda and in_memory if self._runs_ahead is None else self._runs_ahead,
+            )
             self._transfer = RequestTransfer(parts, self._validator)
             self._ends, self._faults = RequestEnds(parts), FaultIsolation(parts)
             self._changed_outside_step: list[RequestState] = []
@@ -244,6 +256,8 @@ class Engine(MovingRequests):
         if state is not None:
             self._ends.end(state, "cancelled")
             self._changed_outside_step.append(state)
+            if not self._requests:
+                self._ahead.drop()
             self._stats = self._parts.stats()
 
     @property
@@ -273,6 +287,7 @@ class Engine(MovingRequests):
         """End all requests, cancelled or because of an error, and return their last outputs."""
         ended = dict.fromkeys([*self._changed_outside_step, *(state for state in self._requests if state.completions)])
         self._changed_outside_step = []
+        self._ahead.drop()
         for state in list(self._requests):
             if error is None:
                 self._ends.end(state, "cancelled")
@@ -303,6 +318,7 @@ class Engine(MovingRequests):
             request_id: Name of the request.
             index: Number of the answer.
         """
+        self._settle()
         state = self._requests.get(request_id)
         return None if state is None else state.cache(index)
 
@@ -320,6 +336,7 @@ class Engine(MovingRequests):
         Raises:
             OptionError: there is no such layer.
         """
+        self._settle()
         state, snapshots = self._requests.get(request_id), self._parts.snapshots
         if state is not None and client not in (None, state.request.client):
             return None
@@ -341,7 +358,8 @@ class Engine(MovingRequests):
     def step(self) -> list[RequestOutput]:
         """Run one forward pass, and return the requests that changed, as far as they are.
 
-        An error in one request ends it, and the others continue.
+        The tokens of a pass may come with the next call (see `millpond.engine.run_ahead`). An error in one request ends
+        it, and the others continue.
 
         Raises:
             Exception: a pass failed for several requests, and then for each of them alone; only `abort_all` may follow.
@@ -354,6 +372,8 @@ class Engine(MovingRequests):
             loads.advance()
         began = time.perf_counter()
         step = self._scheduler.plan()
+        if not self._ahead.follows(step):
+            changed += self._read_on_the_way(step)
         for state in self._requests:
             state.move_group()
         suspect = self._faults.isolate(step)
@@ -365,16 +385,15 @@ class Engine(MovingRequests):
             changed += self._ends.retire_all(self._preemptor.pop_lost())
             groups, reading = self._batches_of(step)
             is_free = self._faults.is_free(suspect, groups, dict(reading))
-            changed += [self._requests.owner(completion) for group in groups for completion in group.completions]
-            changed += [
-                state
-                for state, n in reading
-                if state.completions and state.scheduled.num_computed_tokens + n == state.scheduled.num_prompt_tokens
-            ]
             if groups or reading:
                 self.in_step = names_of(groups, reading)
-                advanced = self._executor.run(groups, reading)
-                changed += [state for state in advanced if state.failed and state.completions]
+                if self._ahead.takes(step):
+                    advanced = self._ahead.launch(groups, step)
+                    changed += advanced
+                else:
+                    changed += self._reached(groups, reading)
+                    advanced = self._executor.run(groups, reading)
+                    changed += [state for state in advanced if state.failed and state.completions]
                 changed += [state for state, _ in reading if state.request.tell_read]
                 self._ends.collect_finished(advanced)
                 if is_free and suspect is not None:
@@ -385,7 +404,9 @@ class Engine(MovingRequests):
                     loads.wait()
                 self._parts.prefix_cache.wait()
         except Exception as error:
-            changed += self._fail_step(groups, reading, error)
+            advanced = self._ahead.settle(step)
+            changed += [*advanced, *self._fail_step(groups, reading, error)]
+            self._ends.collect_finished([state for state in advanced if self._requests.holds(state)])
             if self._faults.fatal:
                 self._changed_outside_step += changed
                 raise
@@ -411,6 +432,35 @@ class Engine(MovingRequests):
     def _end_step(self, step: Step, seconds: float) -> None:
         """Take note of how long a pass took, by which later steps are shared out among clients."""
         self._scheduler.record_step_time(step, seconds)
+
+    def _read_on_the_way(self, step: Step) -> list[RequestState]:
+        """Read the step on the way before another one, and return the requests with tokens."""
+        advanced = self._ahead.settle(step)
+        self._ends.collect_finished(advanced)
+        self._scheduler.leave_out_ended(step)
+        return advanced
+
+    def _settle(self) -> None:
+        """Read the step on the way, as a cache is looked at between two steps.
+
+        The next step reports its tokens.
+        """
+        advanced = self._ahead.settle()
+        self._ends.collect_finished(advanced)
+        self._changed_outside_step += advanced
+        self._take_stats()
+
+    def _reached(self, groups: list[DecodeGroup], reading: list[tuple[RequestState, int]]) -> list[RequestState]:
+        """Return the requests that get tokens of a pass.
+
+        They decode, or their prompts end with it.
+        """
+        decoding = [self._requests.owner(completion) for group in groups for completion in group.completions]
+        return decoding + [
+            state
+            for state, n in reading
+            if state.completions and state.scheduled.num_computed_tokens + n == state.scheduled.num_prompt_tokens
+        ]
 
     def _batches_of(self, step: Step) -> tuple[list[DecodeGroup], list[tuple[RequestState, int]]]:
         """Return the batches that decode in a step, and the requests to read with their tokens."""

@@ -3,17 +3,28 @@
 Such a pass leaves some layers with its tokens and others without. So the caches of all its requests are dropped, their
 prompts are read again, and then the tokens that they have; they share passes until they reach the failed one. There
 each takes its next pass alone: one that fails again has failed, and one that does not is free of suspicion.
+
+Where a device ran out of memory, pages get less of it until these requests have ended, so that fewer run together and
+others wait.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 
+import torch
+
+from millpond.cache.pages.tier_limits import TierLimits
 from millpond.engine.components import Components
 from millpond.engine.decode_group import DecodeGroup
+from millpond.engine.device_memory import spare_bytes
 from millpond.engine.request_state import Incident, RequestState, Suspicion
 from millpond.engine.scheduler import Step
 from millpond.engine.scheduler_request import RequestStatus
+from millpond.errors import PoolFullError
+
+_log = logging.getLogger(__name__)
 
 
 class FaultIsolation:
@@ -29,8 +40,10 @@ class FaultIsolation:
 
     def __init__(self, parts: Components) -> None:
         self._scheduler, self._requests, self._shared_prefixes = parts.scheduler, parts.requests, parts.shared_prefixes
-        self._file_loads, self._layers = parts.file_loads, parts.model.layers
+        self._file_loads, self._layers, self._parts = parts.file_loads, parts.model.layers, parts
         self._last_was_alone = False  # the last pass was one of a request that takes part in no pass of others
+        self._full_limit: int | None = None  # of pages, while they have less since a device ran out of memory
+        self._until_ended: set[RequestState] = set()  # the requests of that time
         self.n_restarted = 0
         self.fatal = False
 
@@ -42,6 +55,8 @@ class FaultIsolation:
         Returns:
             A request that is free of suspicion if it passes, or None.
         """
+        if self._full_limit is not None:
+            self._restore_limit()
         parts = [*((scheduled, 1) for scheduled in step.decodes), *step.prefills]
         suspects = [
             (state, n) for scheduled, n in parts if (state := self._requests[scheduled.key]).suspicion is not None
@@ -111,6 +126,48 @@ class FaultIsolation:
         self, groups: Sequence[DecodeGroup], reading: Collection[RequestState], error: Exception
     ) -> list[RequestState]:
         """Restart the requests of a failed pass, or end the only one; return the ended ones."""
+        if not isinstance(error, torch.OutOfMemoryError):
+            return self._failed(groups, reading, error)
+        held = self._parts.memory.nbytes
+        full = PoolFullError(
+            f"the device ran out of memory in a pass that ran for this request alone, with {held:,} bytes in pages "
+            f"({str(error).splitlines()[0]}); lower max_step_tokens or kv_memory, or shorten the request"
+        )
+        full.__cause__ = error
+        ended = self._failed(groups, reading, full)
+        self._lower_limit(held)
+        return ended
+
+    def _lower_limit(self, held: int) -> None:
+        """Let pages take less than the bytes that they held when a device ran out of memory."""
+        memory = self._parts.memory
+        self._parts.trim()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if isinstance(memory, TierLimits) or memory.limit_bytes is None:
+            return  # what lies on a device has no limit of its own there
+        self._full_limit = memory.limit_bytes if self._full_limit is None else self._full_limit
+        self._until_ended = set(self._requests)
+        memory.limit_bytes = min(memory.limit_bytes, max(held - spare_bytes(held), memory.nbytes))
+        _log.warning(
+            "the device ran out of memory with %s bytes in pages: they get %s until these requests have ended, and "
+            "requests wait that do not fit",
+            f"{held:,}",
+            f"{memory.limit_bytes:,}",
+        )
+
+    def _restore_limit(self) -> None:
+        """Give pages all of their memory again.
+
+        Not before the requests have ended with which a device ran out of it.
+        """
+        if any(self._requests.get(state.request.request_id) is state for state in self._until_ended):
+            return
+        self._parts.memory.limit_bytes, self._full_limit, self._until_ended = self._full_limit, None, set()
+
+    def _failed(
+        self, groups: Sequence[DecodeGroup], reading: Collection[RequestState], error: Exception
+    ) -> list[RequestState]:
         touched = {
             *groups,
             *(state.group for state in reading if state.private_cache is None and state.scheduled.num_computed_tokens),
@@ -123,7 +180,7 @@ class FaultIsolation:
             self._shared_prefixes.release(shared_prefix)
         states = [state for state in states if state.completions]
         unfinished = [state for state in states if state.unfinished]
-        if len(unfinished) == 1 and not shared_prefixes:
+        if len(unfinished) == len(states) == 1 and not shared_prefixes:
             unfinished[0].fail(error)
             self.fatal = self._all_failed(unfinished[0])
         elif unfinished:

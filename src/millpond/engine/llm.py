@@ -26,6 +26,7 @@ from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.sessions.store import SessionStore
 from millpond.errors import OptionError, unknown
 from millpond.models.chat_template import Message, chat_prompt
+from millpond.models.device import check_dtype_there, check_room_for
 from millpond.models.dtype_name import dtype_name
 from millpond.models.load import find_image_processor, find_tokenizer, load_model, resolve
 from millpond.models.weights.layout import has_safetensors
@@ -330,6 +331,8 @@ def open_engine(model: Any, config: EngineConfig, loading: LoadOptions) -> tuple
         if processor is None and isinstance(model, str | PathLike) and hasattr(loaded.config, "vision_config"):
             processor = find_image_processor(model)
         if device is not None:
+            check_dtype_there(device, loaded.dtype)
+            check_room_for(device, sum(part.nbytes for part in (*loaded.parameters(), *loaded.buffers())))
             loaded = loaded.to(device)
         return Engine(loaded, tokenizer, config, image_processor=processor), None
     if loading.image_processor is not None:

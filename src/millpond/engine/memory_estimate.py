@@ -55,12 +55,13 @@ def estimate(
     return replace(need, disk=max(peaks) + runs * ALIGNMENT)
 
 
-def check_limit(layout: CacheLayout, limit_bytes: int | None) -> None:
+def check_limit(layout: CacheLayout, limit_bytes: int | None, is_given: bool = True) -> None:
     """Check that a limit holds a request of one token and an answer of one, in whole pages.
 
     Args:
         layout: Layout of the cache of requests that name no options.
         limit_bytes: Most bytes of all caches; None: no limit.
+        is_given: Whether the user gave it; else it is what a GPU has left.
 
     Raises:
         BudgetError: it does not, so each request would be refused.
@@ -70,10 +71,14 @@ def check_limit(layout: CacheLayout, limit_bytes: int | None) -> None:
     with layout.silent():
         least = estimate(layout, layout.within_context(1), 1, 1).peak(1)
     if limit_bytes < least:
+        what, way_out = f"kv_memory={limit_bytes:,} bytes", f"give {least:,} or more, lower page_slots, or leave "
+        way_out += "kv_memory out for no limit"
+        if not is_given:
+            what = f"what the GPU has left, {limit_bytes:,} bytes,"
+            way_out = "lower max_step_tokens, max_running or page_slots, or choose a smaller model"
         raise BudgetError(
-            f"kv_memory={limit_bytes:,} bytes holds no request: one of a single token takes {least:,} bytes, with "
-            f"whole pages in each layer and KV head; give {least:,} or more, lower page_slots, or leave kv_memory out "
-            "for no limit"
+            f"{what} holds no request: one of a single token takes {least:,} bytes, with whole pages in each layer "
+            f"and KV head; {way_out}"
         )
 
 

@@ -75,6 +75,13 @@ class Preemptor:
             assert victim is not None, "a running request can be swapped out"
             self._preempt(victim)
 
+    def has_room(self, step: Step) -> bool:
+        """Return whether a step finds its pages without preemption.
+
+        Prompts that are kept for others may go.
+        """
+        return self._fits(step)
+
     def _end_decoding(self) -> None:
         """Let requests whose codes are decoded resume; wait for one where nothing runs."""
         idle = not self._scheduler.count(RequestStatus.PREFILL, RequestStatus.DECODE)

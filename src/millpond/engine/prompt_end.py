@@ -61,7 +61,7 @@ class PromptEnd:
         if state.times.first_token is None:
             state.times = replace(state.times, first_token=time.monotonic())
         state.samples = batch_cache.samples
-        with state.own_work():
+        with state.own_work(in_pass=True):
             self._prefix_cache.insert(state, pages_of_later)
             if state.unfinished or self._sessions is not None:
                 batch_cache.run_plans()

@@ -122,7 +122,7 @@ def images_of(
     if len(columns) != len(pictures) * encoder.n_tokens:
         raise ImageError(
             f"the prompt has {len(columns)} image tokens (id {encoder.token_id}) and {len(pictures)} images of "
-            f"{encoder.n_tokens} tokens each; write that many for each image, and none where there is none"
+            f"{encoder.n_tokens} tokens each; write that many image tokens for each image, and no others"
         )
     for picture in pictures:
         encoder.check(picture)

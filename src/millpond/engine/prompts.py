@@ -80,7 +80,7 @@ def prompts_of(user_prompts: Prompts) -> list[PromptInput]:
     """Return each prompt that a user gave, without its images.
 
     Raises:
-        OptionError: it is none; the message names the shapes.
+        OptionError: it is not a prompt; the message names the accepted types.
     """
     return [_prompt(prompt) for prompt in _each(user_prompts)]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 import numpy as np
+import torch
 
 from millpond.cache.batch_cache import BatchCache
 from millpond.cache.state.attention_samples import AttentionSamples
@@ -268,9 +269,14 @@ class RequestState:
         for completion in self.unfinished:
             completion.end("error")
 
-    def own_work(self) -> OwnWork:
-        """Return a context for work on this request alone: an exception ends nothing else."""
-        return OwnWork(self)
+    def own_work(self, *, in_pass: bool = False) -> OwnWork:
+        """Return a context for work on this request alone: an exception ends nothing else.
+
+        Args:
+            in_pass: Whether it runs in a pass, which fails as a whole where a device runs out of memory, so that its
+                requests wait.
+        """
+        return OwnWork(self, (torch.OutOfMemoryError,) if in_pass else ())
 
     def to_output(self) -> RequestOutput:
         """Return the request and its answers so far."""
@@ -299,15 +305,17 @@ class OwnWork:
 
     Attributes:
         state: The request.
+        goes_on: Exceptions that do go further, and end no request here.
     """
 
     state: RequestState
+    goes_on: tuple[type[Exception], ...] = ()
 
     def __enter__(self) -> None:
         """Do nothing."""
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> bool:
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and not isinstance(error, self.goes_on):
             self.state.fail(error)
             return True
         return False

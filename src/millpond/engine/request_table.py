@@ -40,6 +40,10 @@ class RequestTable:
         """Return a request by its name; None: none of this name is in flight."""
         return self._states.get(name)
 
+    def holds(self, state: RequestState) -> bool:
+        """Return whether this very request is in flight."""
+        return self._states.get(state.request.request_id) is state
+
     def owner(self, completion: CompletionState) -> RequestState:
         """Return the request that an answer belongs to."""
         return self._states[completion.key[0]]

@@ -18,7 +18,7 @@ from millpond.engine.prompt_images import images_of
 from millpond.engine.prompt_marks import answer_without_loss, block_ends, check_marks
 from millpond.engine.request import MAX_SALT, OnPressure, Request
 from millpond.engine.request_state import RequestState
-from millpond.engine.scheduler_request import SchedulerRequest
+from millpond.engine.scheduler_request import MemoryNeed, SchedulerRequest
 from millpond.engine.sharing import can_share
 from millpond.errors import BudgetError, ImageError, OptionError, unknown
 from millpond.policy.reuse import check_pick, check_recompute
@@ -82,13 +82,7 @@ class RequestValidator:
                 "overflow='rolling' only prompts without chunks may be longer"
             )
         need = estimate(group.cache_factory, group.cache_factory.within_context(len(ids)), most, params.n)
-        limit = self._memory_limit.limit_bytes
-        if limit is not None and need.peak(params.n) > limit:
-            raise BudgetError(
-                f"a prompt of {len(ids)} tokens and {params.n} x {most} new ones may need {need.peak(params.n):,} "
-                f"bytes of cache ({need.prefill:,} while the prompt is read), and all requests together have "
-                f"{limit:,}; shorten it, lower max_tokens or the budget, or raise kv_memory"
-            )
+        self._check_need(need, params.n, len(ids), most)
         scheduled = SchedulerRequest(
             request.request_id,
             len(ids),
@@ -129,6 +123,29 @@ class RequestValidator:
             return ()
         prompt = group.cache_factory.within_context(n_tokens)
         return growth_bytes(lambda new: estimate(group.cache_factory, prompt, new, n).each, most)
+
+    def _check_need(self, need: MemoryNeed, n: int, prompt: int, most: int) -> None:
+        """Check that a request fits in memory alone.
+
+        Where its memory is promised to it, all of it must fit, else its prompt.
+
+        Raises:
+            BudgetError: it does not.
+        """
+        limit = self._memory_limit.limit_bytes
+        if limit is None:
+            return
+        if self._scheduler.limit_bytes is not None and need.peak(n) > limit:
+            raise BudgetError(
+                f"a prompt of {prompt} tokens and {n} x {most} new ones may need {need.peak(n):,} bytes of cache "
+                f"({need.prefill:,} while the prompt is read), and all requests together have {limit:,}; shorten it, "
+                "lower max_tokens or the budget, or raise kv_memory"
+            )
+        if need.prefill > limit:
+            raise BudgetError(
+                f"a prompt of {prompt} tokens needs {need.prefill:,} bytes of cache while it is read, and the GPU has "
+                f"{limit:,} for all requests together; shorten it, or lower max_step_tokens or max_running"
+            )
 
     def _within_budget(self, request: Request, group: DecodeGroup, n_tokens: int, most: int) -> int:
         """Return the new tokens of an answer; fewer where nothing of the prompt may be evicted.

@@ -184,6 +184,19 @@ class Scheduler:
         step.prefills = [(request, n) for request, n in step.prefills if request in requests]
         step.runs_throttled = None
 
+    def take_back(self, request: SchedulerRequest) -> None:
+        """Count one row less of a planned step, of an answer that had ended before it."""
+        request.client.served -= 1
+
+    def leave_out_ended(self, step: Step) -> None:
+        """Leave the requests out of a step that were removed since it was planned."""
+        there = set(self._requests.values())
+        step.release = [request for request in step.release if request in there]
+        step.preempt = [request for request in step.preempt if request in there]
+        step.resume = [request for request in step.resume if request in there]
+        step.decodes = [request for request in step.decodes if request in there]
+        step.prefills = [(request, n) for request, n in step.prefills if request in there]
+
     def preempt_newest(self) -> SchedulerRequest | None:
         """Preempt a running request: the newest one of the worst priority.
 

@@ -43,7 +43,7 @@ class EngineSettings:
 
     method: str | None = setting(
         None,
-        "What is kept: see 'millpond methods'.",
+        "Method that chooses the kept entries: see 'millpond methods'.",
         default_text="every entry, in 8 bits (`preset` light); with a budget or an option, h2o",
         more="Of requests that name none, as options, budget and codec are; see `compress`.",
     )
@@ -65,7 +65,7 @@ class EngineSettings:
     )
     storage_codec: str | None = setting(
         None,
-        "Code what waits or travels in so many bits a number: transform:1.5; `calibration` is its file.",
+        "Format of stored and moving caches, in bits a number, as transform:1.5; `calibration` is its file.",
         more="Blocks of the prefix cache that nobody uses are coded, in memory and on its disk. Prompts are kept then "
         'as with "lru" where `prefix_cache` is "live". With `deterministic` the prefix cache has no codes. '
         "Stored turns (`cache_dir`) and requests that move to other engines are coded too.",
@@ -80,21 +80,21 @@ class EngineSettings:
     )
     max_kl: float | None = setting(
         None,
-        "With `budget` auto: what predictions may differ from the full cache's, in nats.",
+        "With `budget` auto: how far predictions may differ from the full cache's, in nats.",
         more="Of requests that name none; see `compress`.",
     )
     fit: FitSource = setting(
-        None, "With `budget` auto: a file of 'millpond fit'.", default_text="where that command puts it"
+        None, "With `budget` auto: a file of 'millpond fit'.", default_text="where that command writes it"
     )
     kv_memory: str | int | None = setting(
         None,
         "Limit of the memory for the caches of all requests ('2GiB').",
         more="All page pools together, in bytes.",
         parse=parse_bytes,
-        default_text="no limit",
+        default_text="no limit; on a GPU what it has free at the start, but for the buffers of a step",
     )
     max_step_tokens: int = setting(
-        512, "Tokens of one step: more read prompts faster, fewer shorten the wait of others.", at_least=1
+        512, "Tokens of one step: with more, prompts are read faster; with fewer, other requests wait less.", at_least=1
     )
     max_running: int = setting(256, "Sequences that decode at a time.", at_least=1)
     overcommit: float = setting(
@@ -105,14 +105,15 @@ class EngineSettings:
     )
     spread_ages: bool = setting(
         False,
-        "Reserve for each request what it holds at its age rather than at its end.",
+        "Reserve for each request what it holds at its age, not what it holds at its end.",
         more="Requests begin spread evenly over the length of an answer while many wait. More run together where "
         'caches grow with the answer; the schedule "diagonal" of a plan sets it.',
     )
     prefix_cache: bool | str = setting(
         LIVE,
-        "live: requests in flight share what their prompts begin with; or keep prompts for later ones, while there is "
-        "memory; what goes first: lru, craft or learned, or lfu, marker, mark0 or mark_predict of millpond-lab.",
+        "live: requests in flight share the beginnings of their prompts; or the eviction rule of prompts that are "
+        "kept for later ones while there is memory: lru, craft or learned, or lfu, marker, mark0 or mark_predict "
+        "of millpond-lab.",
         more='True is "lru", and False shares nothing; see `list_paging_rules`.',
         metavar="RULE",
     )
@@ -124,7 +125,7 @@ class EngineSettings:
         "Disk for kept prompts that leave the memory ('20GiB').",
         more="They come back when a prompt begins with them.",
         parse=parse_bytes,
-        default_text="they are forgotten",
+        default_text="they are evicted",
     )
     prefix_folder: str | PathLike[str] | None = setting(
         None,
@@ -137,14 +138,14 @@ class EngineSettings:
     )
     preemption: Preemption = setting(
         "swap",
-        "What the caches of preempted requests become while they wait: swap moves their pages as they are; codes "
-        "writes them in `storage_codec`, in a sixth of the memory or less, and answers may differ.",
+        "How the caches of preempted requests are stored: swap moves their pages as they are; codes writes them "
+        "in `storage_codec`, in a sixth of the memory or less, and answers may differ.",
         choices=get_args(Preemption),
     )
     page_slots: int = setting(DEFAULT_SLOTS, "Entries per page, a power of two.", at_least=1)
     runner: Runner = setting(
         "auto",
-        "Forward pass: lean (ours), modules (those of transformers), or auto.",
+        "Forward pass: lean (Millpond's layers), modules (transformers'), or auto.",
         more='"auto" is "lean" where both give the same.',
         choices=get_args(Runner),
     )
@@ -158,13 +159,13 @@ class EngineSettings:
     )
     chunk_store: ChunkStore | None = setting(
         None,
-        "Folder for keys and values of chunks that prompts hold.",
+        "Folder for keys and values of the chunks in prompts.",
         more="A `ChunkStore`; see `Prompt`.",
         default_text="no chunks",
     )
     deterministic: bool = setting(
         False,
-        "The same bits whatever runs with a request; prompts are slower.",
+        "The same bits whatever else runs with a request; prompts are slower.",
         more="On one CPU, of answers and log probabilities: however steps are filled, whether a beginning is shared "
         "or a cache swapped out, and whatever the threads. Needs a model that runs without its modules. Prompts are "
         "cut at multiples of 256 tokens, of which `max_step_tokens` holds one at least, and share beginnings in such "
@@ -172,20 +173,20 @@ class EngineSettings:
     )
     overflow: Overflow = setting(
         "refuse",
-        "Texts longer than the model's context: refuse them, or rolling: what the cache keeps moves to its "
-        "beginning, and the text goes on.",
+        "Texts longer than the model's context: refuse them, or rolling: kept entries move to the beginning of "
+        "the context, and the text goes on.",
         choices=get_args(Overflow),
     )
     on_pressure: OnPressure = setting(
         "evict",
-        "Prompts of which anything would be evicted: refuse them before they are read, or evict, as the method does. "
-        "Requests may say otherwise.",
+        "If a part of a prompt would be evicted: refuse the request before it is read, or evict, as the method "
+        "does. Requests may choose otherwise.",
         choices=get_args(OnPressure),
     )
     cache_dir: str | PathLike[str] | None = setting(
         None,
-        "Folder for the caches of finished turns: later requests that continue them go on from there, after a "
-        "restart too.",
+        "Folder for the caches of finished turns: requests that continue a turn start from its cache, even after "
+        "a restart.",
         more="Made where it does not exist.",
         default_text="none",
     )
@@ -198,7 +199,7 @@ class EngineSettings:
     )
     trust_remote_code: bool = setting(
         False,
-        "Run the code in the model's folder, where it brings some.",
+        "Run code that comes in the model's folder.",
         more="For configuration, tokenizer and model.",
         default_text="such a model is refused",
     )
@@ -211,7 +212,7 @@ class EngineSettings:
         more="In place of the three, see `millpond.preset`.",
     )
     budget_floor: int = setting(
-        0, "Tokens that a `budget` which is a share keeps at least of each prompt; 0: the share alone.", at_least=0
+        0, "Least tokens that a `budget` in percent keeps of each prompt; 0: the share alone.", at_least=0
     )
 
     def __post_init__(self) -> None:

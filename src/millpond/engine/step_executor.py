@@ -1,4 +1,4 @@
-"""Execution of one engine step: a pass over prompt segments and decoding batches, and the next tokens."""
+"""Execution of one engine step: a pass over prompt segments and decoding batches, and the next tokens of each."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from millpond.engine.completion import CompletionState, with_texts
 from millpond.engine.components import Components
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.forget import drop_read
+from millpond.engine.next_tokens import Choices, NextTokens
+from millpond.engine.outputs import KVStats
 from millpond.engine.prompt_end import PromptEnd
 from millpond.engine.request_state import RequestState
-from millpond.engine.sampling.sampler import BadLogitsError, Sampled
-from millpond.engine.sampling.token_choice import score_tokens
+from millpond.engine.sampling.token_scores import score_tokens
+from millpond.kernels.transfers import on_device
 from millpond.models.lean.decoder import GivenRows
 from millpond.runner.packed_cache import Segment
 from millpond.runner.packed_model import PackedModel
@@ -60,12 +62,40 @@ class PromptSegment:
         return range(0 if self.every_row else n - 1 if self.ends else n, n)
 
 
-def run(model: PackedModel, groups: Sequence[DecodeGroup], prompt_segments: Sequence[PromptSegment]) -> list[Tensor]:
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A decoding step whose tokens the host has not read.
+
+    Attributes:
+        completions: Answers that took part, in the order of their rows.
+        choices: Their next tokens.
+        figures: Sizes of their caches behind the pass.
+    """
+
+    completions: list[CompletionState]
+    choices: Choices
+    figures: list[KVStats]
+
+
+def run(
+    model: PackedModel,
+    groups: Sequence[DecodeGroup],
+    prompt_segments: Sequence[PromptSegment],
+    newest: Tensor | None = None,
+) -> list[Tensor]:
     """Run one forward pass.
+
+    Args:
+        model: The model.
+        groups: Groups that decode.
+        prompt_segments: Prompts that are read.
+        newest: Newest tokens of all answers of the groups, (n,) int64 where the model is, if the host has not read
+            them; no prompt is read then.
 
     Returns:
         Logits (n, vocabulary) per group, one row per answer, then per prompt segment those that it needs.
     """
+    assert newest is None or not prompt_segments, "a pass of decoding answers alone"
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     segments: list[Segment] = []
@@ -74,41 +104,40 @@ def run(model: PackedModel, groups: Sequence[DecodeGroup], prompt_segments: Sequ
     begin = 0
 
     def add_segment(
-        cache: BatchCache,
-        tokens: np.ndarray,
-        segment_positions: np.ndarray,
-        rows: range,
-        span: PartialSpan | None,
-        decoding: bool,
+        cache: BatchCache, segment_positions: np.ndarray, rows: range, span: PartialSpan | None, decoding: bool
     ) -> None:
         nonlocal begin
-        segments.append(Segment(cache.layers, begin, begin + len(tokens), decoding, cache.states, cache, span))
-        ids.append(tokens)
+        n = len(segment_positions)
+        segments.append(Segment(cache.layers, begin, begin + n, decoding, cache.states, cache, span))
         positions.append(segment_positions)
         needed.append(begin + np.arange(rows.start, rows.stop))
-        begin += len(tokens)
+        begin += n
 
     for group in groups:
         if group.cache_factory.reach is not None:
             group.close_gaps(group.cache_factory.reach)
-        newest = np.array([completion.newest for completion in group.completions], dtype=np.int64)
-        group.batch_cache.begin(torch.from_numpy(newest[:, None]).to(model.device))
-        add_segment(
-            group.batch_cache, newest, group.batch_cache.tracker.seen.astype(np.int64), range(len(newest)), None, True
-        )
+        n = len(group.completions)
+        if newest is None:
+            ids.append(np.array([completion.newest for completion in group.completions], dtype=np.int64))
+            own = on_device(ids[-1], model.device)
+        else:
+            own = newest[begin : begin + n]
+        group.batch_cache.begin(own[:, None])
+        add_segment(group.batch_cache, group.batch_cache.tracker.seen.astype(np.int64), range(n), None, True)
     for segment in prompt_segments:
         cache, rows = segment.batch_cache, segment.computed
-        cache.begin(torch.from_numpy(segment.ids[None]).to(model.device))
+        cache.begin(on_device(segment.ids[None], model.device))
         if segment.given is not None:
             given.append((begin + segment.given[0], segment.given[1]))
         begin_at = segment.start - int(cache.tracker.closed.sum())  # of its only sequence, if it has begun
-        add_segment(cache, segment.ids[rows], begin_at + rows, segment.rows, segment.span, False)
+        ids.append(segment.ids[rows])
+        add_segment(cache, begin_at + rows, segment.rows, segment.span, False)
     logit_rows = np.concatenate(needed)
     no_logits = not len(logit_rows)  # a part of a prompt alone: the model still wants a row
-    model_rows = torch.from_numpy(np.array([begin - 1]) if no_logits else logit_rows).to(model.device)
+    model_rows = on_device(np.array([begin - 1]) if no_logits else logit_rows, model.device)
     logits = model.forward(
-        torch.from_numpy(np.concatenate(ids)).to(model.device),
-        torch.from_numpy(np.concatenate(positions)).to(model.device),
+        on_device(np.concatenate(ids), model.device) if newest is None else newest,
+        on_device(np.concatenate(positions), model.device),
         segments,
         model_rows,
         _joined(given, model.device),
@@ -121,7 +150,7 @@ def _joined(given: Sequence[tuple[np.ndarray, Tensor]], device: torch.device) ->
     """Return the rows of all segments whose embeddings are given; None: there are none."""
     if not given:
         return None
-    rows = torch.from_numpy(np.concatenate([places for places, _ in given])).to(device)
+    rows = on_device(np.concatenate([places for places, _ in given]), device)
     return GivenRows(rows, torch.cat([vectors for _, vectors in given]))
 
 
@@ -134,7 +163,7 @@ class StepExecutor:
 
     def __init__(self, parts: Components) -> None:
         self._counts, self._tokenizer, self._requests = parts.counts, parts.tokenizer, parts.requests
-        self._model, self._scheduler, self._sampler = parts.model, parts.scheduler, parts.sampler
+        self._model, self._scheduler, self._next_tokens = parts.model, parts.scheduler, NextTokens(parts)
         self._prefix_cache, self._chunk_reuse = parts.prefix_cache, parts.chunk_reuse
         self._prompt_end, self._late_chunks = PromptEnd(parts), LateChunks(parts)
 
@@ -267,6 +296,38 @@ class StepExecutor:
 
     # ------------------------------------------------------------------ next tokens
 
+    def launch(self, groups: list[DecodeGroup], before: LaunchedStep | None) -> LaunchedStep:
+        """Launch a step of groups that only decode; nothing of it is read.
+
+        Args:
+            groups: Groups that decode.
+            before: Step with all their answers whose tokens were not read; None: all were.
+
+        Raises:
+            Exception: the pass failed, see `run`.
+        """
+        completions = [completion for group in groups for completion in group.completions]
+        newest = None if before is None else before.choices.newest(completions)
+        logits = run(self._model, groups, [], newest)
+        choices = self._next_tokens.launch(completions, logits[0] if len(logits) == 1 else torch.cat(logits), newest)
+        return LaunchedStep(completions, choices, [figures for group in groups for figures in group.figures()])
+
+    def settle(self, step: LaunchedStep) -> list[RequestState]:
+        """Read the tokens of a launched step, and return the requests that got some.
+
+        Others have ended before.
+        """
+        open_answers = [
+            (completion, figures)
+            for completion, figures in zip(step.completions, step.figures, strict=True)
+            if not completion.finished
+        ]
+        advanced = dict.fromkeys(self._requests.owner(completion) for completion, _ in open_answers)
+        self._next_tokens.take(step.choices)
+        for completion, figures in open_answers:
+            completion.count(figures)
+        return list(advanced)
+
     def _choose(self, completions: list[CompletionState], logits: Tensor) -> None:
         """Choose the next token of every answer; end those whose logits allow none.
 
@@ -278,37 +339,7 @@ class StepExecutor:
                 if completion.replaying:
                     completion.replay()
             completions, logits = [completions[index] for index in new_rows], logits[new_rows]
-        for completion, sampled in zip(completions, self._sampled(completions, logits), strict=True):
-            if sampled is None or completion.finished:
-                continue
-            with self._requests.owner(completion).own_work():
-                self._counts["generated_tokens"] += 1
-                completion.append(sampled)
-                if sampled.error is not None:
-                    raise sampled.error
-
-    def _sampled(self, completions: list[CompletionState], logits: Tensor) -> list[Sampled | None]:
-        """Return the next token of each answer; None: it has ended."""
-        keys = [completion.key for completion in completions]
-        try:
-            return [*self._sampler(keys, logits)]
-        except BadLogitsError as error:
-            reasons = error.reasons
-            for completion in completions:
-                if completion.key in reasons:
-                    completion.end("error")
-                    self._requests.owner(completion).error = reasons[completion.key]
-            usable_rows = [index for index, key in enumerate(keys) if key not in reasons]
-            usable_tokens = iter(self._sampled([completions[index] for index in usable_rows], logits[usable_rows]))
-            return [None if key in reasons else next(usable_tokens) for key in keys]
-        except Exception as error:
-            if len(completions) > 1:  # one of them, or each
-                sampled_alone = [
-                    self._sampled([single], logits[index : index + 1]) for index, single in enumerate(completions)
-                ]
-                return [sampled for (sampled,) in sampled_alone]
-            self._requests.owner(completions[0]).fail(error)
-            return [None]
+        self._next_tokens.take(self._next_tokens.launch(completions, logits))
 
 
 def names_of(groups: Sequence[DecodeGroup], reading: Sequence[tuple[RequestState, int]]) -> tuple[str, ...]:

@@ -64,11 +64,11 @@ class ModelCodec:
 def format_calibration(config: EngineSettings) -> Calibration | None:
     """Return the calibration of number formats, as it is or from its file.
 
-    None where the file is that of a storage codec.
+    None if the file belongs to a storage codec.
 
     Raises:
         OptionError: a transform, and no storage codec.
-        DataError: the file cannot be read, or is none.
+        DataError: the file cannot be read, or is not a calibration.
     """
     if config.storage_codec is not None:
         return None

@@ -54,7 +54,7 @@ def compress(
     attach: bool = True,
     **options: Any,
 ) -> MillpondCache:
-    """Give `model` a KV cache that keeps inside a budget, and let its attention use it.
+    """Give `model` a KV cache that stays inside a budget, and let its attention use it.
 
     Args:
         model: Any transformers decoder that uses the attention interface, also inside a PEFT model with adapters or a
@@ -124,13 +124,13 @@ def compress(
     policy, cache_budget = spec.policy, spec.budget
     if profile.state_layers and policy.needs.prompt_repeat is not None:
         raise UnsupportedModelError(
-            f"method {method!r} repeats the prompt, and takes it back after: the states of layers "
+            f"method {method!r} repeats the prompt, and then takes the repetition back: the states of layers "
             f"{', '.join(map(str, profile.state_layers))} of this hybrid cannot go back; use another method"
         )
     acts_inside = policy.prefill == "chunks" or policy.needs.prompt_flags is not None
     if acts_inside and profile.latent is not None:
         raise UnsupportedModelError(
-            f"{profile.name} expands the latents (MLA) of all that is kept in each pass, so nothing can leave inside "
+            f"{profile.name} expands the latents (MLA) of all kept entries in each pass, so none can be evicted inside "
             f"it; use {policy.needs.whole_prompt_option}"
         )
     if isinstance(policy.merge, MatchAttention) and profile.latent is not None:

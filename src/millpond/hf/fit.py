@@ -122,8 +122,8 @@ class Fit:
             codec: Number format of the row; None for any.
 
         Raises:
-            OptionError: a bound that is no number above 0, a codec that was not measured, or no such row; it names the
-                best row.
+            OptionError: a bound that is not a number above 0, a codec that was not measured, or no such row; it names
+                the best row.
         """
         check_bound(AUTO, max_kl)
         rows = self.rows
@@ -185,7 +185,7 @@ class Fit:
             raise DataError(f"table {str(path)!r} cannot be written: {error}") from error
 
 
-#: A table, its file, or None for where `millpond fit` puts one.
+#: A table, its file, or None for the path that `millpond fit` writes to.
 FitSource = Fit | str | os.PathLike[str] | None
 
 
@@ -198,13 +198,13 @@ def load_fit(path: str | os.PathLike[str]) -> Fit:
     """Return a table from its file.
 
     Raises:
-        DataError: it cannot be read, or is none.
+        DataError: it cannot be read, or is not a table.
     """
     try:
         with open(path, "rb") as file:
             raw = file.read(MAX_BYTES + 1)
         if len(raw) > MAX_BYTES:
-            raise DataError(f"table {os.fspath(path)!r} has more than {MAX_BYTES} bytes, so it is none; {WAY_OUT}")
+            raise DataError(f"table {os.fspath(path)!r} has more than {MAX_BYTES} bytes, a table's limit; {WAY_OUT}")
         fields = json.loads(raw)
     except FileNotFoundError:
         raise DataError(f"there is no table {os.fspath(path)!r}; {WAY_OUT}") from None
@@ -213,7 +213,7 @@ def load_fit(path: str | os.PathLike[str]) -> Fit:
     try:
         return _table(fields)
     except (KeyError, TypeError, ValueError, OverflowError, MillpondError) as error:
-        raise DataError(f"{os.fspath(path)!r} is no table of millpond fit ({error}); {WAY_OUT}") from error
+        raise DataError(f"{os.fspath(path)!r} is not a table of millpond fit ({error}); {WAY_OUT}") from error
 
 
 def chosen(
@@ -236,7 +236,7 @@ def chosen(
 
     Raises:
         OptionError: no `max_kl`, a policy in place of a method's name, or as `Fit.choose` and `Fit.check`.
-        DataError: there is no table, or none that can be read.
+        DataError: there is no table, or it cannot be read.
         CacheMismatchError: it is of another model.
     """
     check_bound(AUTO, max_kl)
@@ -257,22 +257,22 @@ def check_bound(budget: object, max_kl: object) -> None:
     """Check the bound of a budget that is chosen from a table.
 
     Raises:
-        OptionError: a bound that is no number above 0, or a budget that is to be chosen without one.
+        OptionError: a bound that is not a number above 0, or budget='auto' without a bound.
     """
     if max_kl is None:
         if is_auto(budget):
-            raise OptionError("budget='auto' keeps a bound: say which, as max_kl=0.01 (nats per token)")
+            raise OptionError("budget='auto' needs a bound; give max_kl, such as 0.01 (nats per token)")
         return
     bound = number(max_kl)
     if isinstance(bound, bool) or not isinstance(bound, int | float) or not (math.isfinite(bound) and bound > 0):
-        raise OptionError(f"max_kl={max_kl!r} must be a number above 0, in nats per token, as 0.01")
+        raise OptionError(f"max_kl={max_kl!r} must be a number above 0, in nats per token, such as 0.01")
 
 
 def check_given(budget: object, max_kl: object, fit: object) -> bool:
     """Whether a budget is to be chosen from a table.
 
     Raises:
-        OptionError: an argument that only belongs to a chosen budget, with another one.
+        OptionError: `max_kl` or `fit` with another budget than 'auto'.
     """
     auto = is_auto(budget)
     for name, argument in (("max_kl", max_kl), ("fit", fit)):
@@ -287,7 +287,7 @@ def _table(fields: Any) -> Fit:
         raise ValueError(f"its format is not {FORMAT!r}")
     table: Fit = as_type(Fit, fields)
     if not 0 < len(table.rows) <= MAX_ROWS:
-        raise ValueError(f"it has 1 to {MAX_ROWS} rows, and options")
+        raise ValueError(f"it has {len(table.rows)} rows; a table has 1 to {MAX_ROWS}")
     for row in table.rows:
         _check_row(row)
     if len({len(row.kl) for row in table.rows}) != 1:
@@ -300,7 +300,7 @@ def _check_row(row: FitRow) -> None:
         Budget.parse(row.budget)
     resolve(row.codec)
     if not 0 < len(row.kl) <= MAX_WINDOWS:
-        raise ValueError(f"a row has 1 to {MAX_WINDOWS} windows, and finite numbers")
+        raise ValueError(f"a row has {len(row.kl)} windows; it must have 1 to {MAX_WINDOWS}")
 
 
 def _written(options: Mapping[str, Any]) -> str:

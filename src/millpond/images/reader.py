@@ -57,7 +57,7 @@ class ImageReader:
             image: A data: URL, the bytes of a PNG, JPEG, GIF or WebP file, an image of Pillow, or a picture already.
 
         Raises:
-            ImageError: it is none of these, beyond the limits, damaged, or of another kind than its URL says.
+            ImageError: it is of another kind, beyond the limits, damaged, or not of the kind that its URL says.
             OptionError: Pillow is not installed.
         """
         if isinstance(image, Picture):

@@ -41,7 +41,7 @@ def h2o(
     arXiv:2407.20485), s_j = sum_i decay**(n - i) A_ij at query n. Its half-life is log(0.5) / log(decay) tokens.
 
     What it loses: facts that the text itself seldom attends to, where a question asks for them later
-    ([counts](../../how-to/choose-a-method.md#what-a-setting-still-states)).
+    ([counts](../../how-to/choose-a-method.md#which-settings-still-state-a-fact)).
 
     Departs from the paper: Algorithm 2 as printed scores the new token 0 and would freeze; the recent window of
     sections 3.2 and 5 is part of the definition here. Sinks are protected (set sinks=0 for the paper's rule). The

@@ -90,11 +90,13 @@ def rkv(
     to buffer - 1 entries are held beyond it; buffer=1 never exceeds the budget, and is slow.
 
     Departs from the paper: attention is the model's own, over all that the queries see (the official code leaves the
-    window out of its softmax). A key to which none is similar spares none (there position 0). decode="grow" plans at
-    the end of prompts alone.
+    window out of its softmax). A key without similar keys spares none (the official code then spares position 0).
+    decode="grow" plans at the end of prompts alone.
     """
     if decode == "grow" and buffer != 128:
-        raise OptionError(f"rkv: buffer={buffer}, but nothing leaves while decoding; leave it out")
+        raise OptionError(
+            f"rkv: buffer={buffer} is for decode='evict'; with 'grow' nothing leaves while decoding; leave it out"
+        )
     return Policy(
         score=ImportanceAndRedundancy(WindowAttention(window=window, kernel=kernel), blend, threshold, spared),
         protect=Protect(sinks=sinks, recent=window),

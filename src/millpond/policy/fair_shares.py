@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from millpond.kernels.transfers import on_device
 from millpond.policy.selection import priority
 
 Ints = npt.NDArray[np.int64]
@@ -102,7 +103,7 @@ class FairSpans:
         free = np.array([[budget - int((pinned & valid).sum(1).max())]])
         count = fewest(self.n_tokens[None], np.array([[self.visible]]), self.wanted[None], free)
         device = positions.device
-        remaining = (torch.from_numpy(count).to(device) - self.held).clamp(min=0)
-        spans = torch.from_numpy(self.spans).to(device).expand(len(positions), -1, -1)
+        remaining = (on_device(count, device) - self.held).clamp(min=0)
+        spans = on_device(self.spans, device).expand(len(positions), -1, -1)
         minimums = torch.cat([spans, remaining[..., None]], 2)
         return pinned | best_of_spans(value, valid, pinned, positions, minimums)

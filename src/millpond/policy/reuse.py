@@ -72,7 +72,7 @@ def prefix_overlap(old: Sequence[str], received: Sequence[float], new: Sequence[
         new: Keys of the parts that it comes after now.
 
     Departs from the paper: without an old context the ratio is 0 / 0. It counts as 0 where there is a new one, so that
-    a chunk that was computed alone is not taken as it is, and as 1 where there is none.
+    a chunk that was computed alone is not taken as it is, and as 1 if there is none.
     """
     if not old:
         return 0.0 if new else 1.0

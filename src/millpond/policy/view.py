@@ -95,13 +95,13 @@ class View:
 
     @property
     def ids(self) -> Tensor:
-        """(H, N) int64: the token id of each entry; any number where there is none."""
+        """(H, N) int64: the token id of each entry; any number if there is none."""
         assert self.tokens is not None, "the cache keeps the token ids for a policy that reads them"
         return self.tokens()
 
     @property
     def masses(self) -> Tensor:
-        """(H, N) float64: how many entries each one stands for; 1 where there is none."""
+        """(H, N) float64: how many entries each one stands for; 1 if there is none."""
         if self.log_masses is None:
             return torch.ones(self.positions.shape, dtype=torch.float64, device=self.positions.device)
         return self.log_masses.double().masked_fill(~self.valid, 0).exp()

@@ -53,7 +53,7 @@ def _known(given: Any) -> Any:
 
 
 class TextBlock(Body):
-    """A piece of text; citations of our kind there are none, and others say again what the text says."""
+    """A piece of text; citations are ignored, since they repeat what the text says."""
 
     type: Literal["text"]
     text: str
@@ -91,7 +91,7 @@ ResultPart = Annotated[TextBlock, BeforeValidator(_readable)]
 
 
 class ToolResultBlock(Body):
-    """What a tool answered, or why it failed."""
+    """The result of a tool, or why it failed."""
 
     type: Literal["tool_result"]
     tool_use_id: Name
@@ -159,21 +159,21 @@ OfferedTool = Annotated[AnthropicTool, BeforeValidator(_known)]
 
 
 class AutoChoice(Body):
-    """The model calls tools or not."""
+    """The model decides whether it calls tools."""
 
     type: Literal["auto"]
     disable_parallel_tool_use: bool = False
 
 
 class AnyChoice(Body):
-    """One must be called."""
+    """The model must call one of the tools."""
 
     type: Literal["any"]
     disable_parallel_tool_use: bool = False
 
 
 class ToolChoice(Body):
-    """This one must be called."""
+    """The model must call this tool."""
 
     type: Literal["tool"]
     name: Name
@@ -181,13 +181,13 @@ class ToolChoice(Body):
 
 
 class NoChoice(Body):
-    """None can be called."""
+    """The model must not call a tool."""
 
     type: Literal["none"]
 
 
 class Thinking(Body):
-    """Whether the model may think before it answers: `enable_thinking` of templates that take it."""
+    """Whether the model may think before it answers (`enable_thinking` of templates that take it)."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(default=None, ge=1)
@@ -202,21 +202,21 @@ class AnthropicSchema(Body):
 
 
 class OutputConfig(Body):
-    """The schema of the answer, and how much the model thinks: `reasoning_effort` of templates that take it."""
+    """The schema of the answer, and how much the model thinks (`reasoning_effort` of templates that take it)."""
 
     format: AnthropicSchema | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class KeepThinking(Body):
-    """Thoughts of all turns are sent to the template."""
+    """Pass the thoughts of all turns to the template."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"]
 
 
 class ContextManagement(Body):
-    """Edits of the conversation before it is read: none are made."""
+    """Edits of the conversation before it is read; only edits that change nothing are accepted."""
 
     edits: list[KeepThinking] | None = None
 

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them, or as Anthropic's do.
+"""Errors in the form that clients of OpenAI, or of Anthropic, read.
 
 For OpenAI's clients they are {"error": {"message", "type", "param", "code"}} and a status.
 """
@@ -29,10 +29,10 @@ from millpond.errors import (
     WouldForgetError,
 )
 
-#: Where in a scope the code of the error is that a request ended with.
+#: Key of a scope for the code of the error that ended the request.
 FAILED = "millpond.failed"
-#: Status and code of Millpond's own errors; the first that fits. What cannot be parsed is 400, what can be parsed and
-#: never done is 422.
+#: Status and code of Millpond's own errors; the first that fits. 400: it cannot be parsed; 422: it can be parsed, but
+#: never be done.
 _STATUS: tuple[tuple[type[MillpondError], int, str], ...] = (
     (WouldForgetError, 422, "would_forget"),
     (BudgetError, 422, "budget_impossible"),
@@ -42,14 +42,14 @@ _STATUS: tuple[tuple[type[MillpondError], int, str], ...] = (
     (OptionError, 400, "invalid_value"),
     (DataError, 500, "file_failed"),
 )
-#: What clients hear of a file that could not be read or written: which one is the operator's business.
+#: Message to clients about a file that could not be read or written; only the operator's log names the file.
 _FILE_FAILED = "a file of the server that this request needs could not be read or written; ask again, or its operator"
 
-#: Characters of a message that are sent, and of a field's name that are read: both may be a client's own.
+#: Most characters of a message that are sent, and of a field's name that are read: both may come from a client.
 _LONGEST, _LONGEST_NAME = 1_000, 80
 _log = logging.getLogger(__name__)
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
-#: Where Anthropic's interface begins, and its words for errors by their status.
+#: First part of the paths of Anthropic's interface, and its names of errors by status.
 ANTHROPIC = "/v1/messages"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -133,7 +133,7 @@ class ApiError(Exception):
         return text.encode("utf-8", "replace").decode()
 
     def response(self, scope: Scope) -> JSONResponse:
-        """Return the whole answer of a request, whose scope gets to know the code."""
+        """Return the answer of a request, and note the error's code in its scope."""
         scope[FAILED], path = self.code, scope["path"]
         if path != ANTHROPIC and not path.startswith(f"{ANTHROPIC}/"):
             return JSONResponse(self.body(), self.status, self.headers)
@@ -142,7 +142,7 @@ class ApiError(Exception):
 
 
 def install(app: FastAPI) -> None:
-    """Let every error of `app` leave in this shape."""
+    """Give every error of `app` this form."""
 
     async def api_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)
@@ -160,7 +160,7 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         code, message, path = "invalid_request", str(error.detail), request.scope["path"][:_LONGEST_NAME]
         if error.status_code == 404:
-            code, message = "not_found", f"there is no address {path!r} here; GET /openapi.json lists those there are"
+            code, message = "not_found", f"there is no address {path!r} here; GET /openapi.json lists all of them"
         elif error.status_code == 405:
             taken = (error.headers or {}).get("Allow", "another method")
             code, message = "method_not_allowed", f"{path!r} does not take {request.method}; it takes {taken}"

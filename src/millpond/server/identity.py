@@ -90,7 +90,7 @@ class ClientRegistry:
 
 
 def key_of(scope: Scope) -> bytes:
-    """Return the API key of a request as it was sent, empty where there is none.
+    """Return the API key of a request as it was sent, empty if there is none.
 
     It is a bearer's of OpenAI's clients; of Anthropic's it is often in a header of its own.
     """

@@ -98,7 +98,7 @@ class ServedCluster(ServedLLM, Protocol):
         ...
 
     def live(self) -> Mapping[str, int]:
-        """Return numbers of workers that take new requests, by role; 0 where there is none."""
+        """Return numbers of workers that take new requests, by role; 0 if there is none."""
         ...
 
     def figures(self) -> ClusterFigures:

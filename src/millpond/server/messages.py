@@ -65,7 +65,7 @@ class Body(BaseModel):
 
 
 class CacheControl(Body):
-    """A mark of Anthropic's API: later chats go on from here, as long as there is memory, whatever its `ttl`."""
+    """Anthropic's mark: later chats can continue from here, as long as there is memory; `ttl` has no effect."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -78,7 +78,7 @@ class Kept(Body):
 
 
 class TextPart(Body):
-    """A piece of a message; a chunk is a text of its own, whose keys and values the chunk store keeps."""
+    """A piece of a message; as a chunk it is a separate text, whose keys and values the chunk store keeps."""
 
     type: Literal["text"]
     text: str
@@ -88,7 +88,7 @@ class TextPart(Body):
 
 
 class ImageUrl(Body):
-    """An image in a data: URL; nothing is fetched, and how it is scaled is the model's own."""
+    """An image in a data: URL; nothing is fetched, and the model decides how it is scaled."""
 
     url: str
     detail: Literal["auto"] | None = None
@@ -123,7 +123,7 @@ Parts = list[TextPart | ImagePart]
 
 
 class CalledFunction(Body):
-    """What the model called, and with what: clients send the JSON that they got, templates want the values.
+    """A called function and its arguments: clients send back the JSON that they got, and templates take the values.
 
     Attributes:
         arguments: an object, as itself or as its JSON. parsed_arguments: what OpenAI's client made of it.
@@ -151,7 +151,7 @@ class CalledFunction(Body):
 
 
 class ToolCall(Body):
-    """A call in a message of the assistant; streams number calls by `index`, which says no more than their order."""
+    """A call in a message of the assistant; `index` numbers the calls of a stream in their order."""
 
     id: Name | None = None
     type: Literal["function"] = "function"
@@ -160,7 +160,7 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """One message of a chat, as the template gets it; other fields of our answers are accepted if empty."""
+    """One message of a chat, as the template gets it; other fields of the server's answers are accepted if empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: TextOr[Part] | None = None
@@ -222,7 +222,7 @@ class Message(Body):
 
 
 class Function(Body):
-    """What a tool is called with."""
+    """Name, description and parameters of a tool."""
 
     name: Annotated[str, Field(pattern=NAMES, max_length=MAX_NAME)]
     description: str | None = None
@@ -275,7 +275,7 @@ def length_of(value: Any) -> int:
     """Return the characters of a value's JSON.
 
     Raises:
-        ValueError: more than `MAX_JSON`, or it is none.
+        ValueError: more than `MAX_JSON`, or the value is not JSON.
     """
     try:
         length = len(json.dumps(value, allow_nan=False))

@@ -34,8 +34,11 @@ class EngineCollector(Collector):
         """Yield every number of the engine under its name."""
         stats = self._llm.stats()
         admission = {
-            "requests_under_way": ("Prompts that came in and are not answered.", len(self._admission.under_way)),
-            "engine_step_age_seconds": ("Seconds since the step began that the engine is at.", self._llm.step_age_s),
+            "requests_under_way": (
+                "Prompts that have arrived and are not answered yet.",
+                len(self._admission.under_way),
+            ),
+            "engine_step_age_seconds": ("Seconds since the engine's current step began.", self._llm.step_age_s),
             "engine_stalled": ("1 while the engine hangs or has ended.", int(self._admission.trouble is not None)),
         }
         yield from _families(GaugeMetricFamily, "", gauges_of(stats) | admission)
@@ -85,34 +88,34 @@ def _of_sessions(stats: SessionStats) -> Iterator[Metric]:
 def gauges_of(stats: EngineStats) -> dict[str, tuple[str, int]]:
     """Return what an engine holds now: texts and numbers, by the ends of their names."""
     gauges = {
-        "requests_running": ("Requests that hold pages and move.", stats.running),
-        "requests_waiting": ("Requests that the engine has not begun.", stats.waiting),
+        "requests_running": ("Requests that run and hold pages.", stats.running),
+        "requests_waiting": ("Requests that wait in the queue.", stats.waiting),
         "requests_swapped": ("Requests whose pages lie in host memory.", stats.swapped),
         "swapped_bytes": ("Bytes of preempted requests' caches in host memory.", stats.swapped_bytes),
         "kv_used_bytes": ("Bytes of pages in use.", stats.kv_bytes),
-        "kv_reserved_bytes": ("Bytes of all pages, free ones included, and of states.", stats.kv_reserved),
+        "kv_reserved_bytes": ("Bytes of all pages, including free ones, and of states.", stats.kv_reserved),
         "state_bytes": ("Bytes of recurrent and convolution states of hybrids.", stats.state_bytes),
         "weight_bytes": ("Bytes of the model's weights in memory.", stats.weight_bytes),
-        "kv_saved_bytes": ("Bytes that full caches of the running requests would hold beyond.", stats.kv_saved),
+        "kv_saved_bytes": ("Bytes that full caches of the running requests would hold in addition.", stats.kv_saved),
     }
     if stats.kv_limit is not None:
-        gauges["kv_limit_bytes"] = "What pages and states may never exceed.", stats.kv_limit
+        gauges["kv_limit_bytes"] = "Limit of the bytes of pages and states.", stats.kv_limit
     return gauges
 
 
 def counters_of(stats: EngineStats) -> dict[str, tuple[str, float]]:
     """Return what an engine has done since its start: texts and numbers, by their names' ends."""
     return {
-        "prompt_tokens": ("Tokens read.", stats.prompt_tokens),
-        "generated_tokens": ("Tokens written.", stats.generated_tokens),
-        "evicted_entries": ("Entries that left caches, over layers and heads.", stats.evicted_entries),
-        "prefix_hit_tokens": ("Tokens of prompts that were read from shared pages.", stats.shared_tokens),
+        "prompt_tokens": ("Tokens of prompts that were computed.", stats.prompt_tokens),
+        "generated_tokens": ("Tokens generated.", stats.generated_tokens),
+        "evicted_entries": ("Entries evicted from caches, over layers and heads.", stats.evicted_entries),
+        "prefix_hit_tokens": ("Tokens of prompts that came from shared pages.", stats.shared_tokens),
         "chunk_reused_tokens": ("Tokens of prompts that came from the chunk store.", stats.reused_tokens),
-        "session_restored_tokens": ("Tokens of prompts that stored turns had read.", stats.restored_tokens),
-        "sequence_encode_seconds": ("Seconds of coding turns, preempted and sent requests.", stats.encode_s),
-        "sequence_decode_seconds": ("Seconds of decoding them.", stats.decode_s),
-        "preemptions": ("Requests that had to make room.", stats.preemptions),
-        "requests_finished": ("Requests that ended, however.", stats.finished),
+        "session_restored_tokens": ("Tokens of prompts that came from stored turns.", stats.restored_tokens),
+        "sequence_encode_seconds": ("Seconds of coding stored turns, preempted and moved requests.", stats.encode_s),
+        "sequence_decode_seconds": ("Seconds of decoding stored turns, preempted and moved requests.", stats.decode_s),
+        "preemptions": ("Requests that were preempted.", stats.preemptions),
+        "requests_finished": ("Requests that ended, for any reason.", stats.finished),
     }
 
 
@@ -191,11 +194,11 @@ class WorkerCollector(Collector):
             "moved_requests": ("Requests that moved between workers.", figures.moved),
             "moved_bytes": ("Bytes that moved with requests.", figures.moved_bytes),
             "moved_full_bytes": ("Bytes of full caches of the requests that moved.", figures.full_bytes),
-            "move_seconds": ("From offers of requests to arrivals.", figures.move_s),
-            "replayed_requests": ("Requests that were begun again.", figures.replayed),
+            "move_seconds": ("Seconds that moves of requests took, from offer to arrival.", figures.move_s),
+            "replayed_requests": ("Requests that were replayed on another worker.", figures.replayed),
             "checkpoints": ("Copies of requests that decode.", figures.checkpoints),
             "checkpoint_bytes": ("Bytes of copies of requests that decode.", figures.checkpoint_bytes),
-            "resumed_requests": ("Requests that went on from a copy.", figures.resumed),
+            "resumed_requests": ("Requests that were resumed from a copy.", figures.resumed),
             "role_changes": ("Workers that were restarted in another role.", figures.role_changes),
             "worker_deaths": ("Workers that ended or did not answer.", figures.deaths),
         }
@@ -206,7 +209,7 @@ class WorkerCollector(Collector):
         for one in workers:
             own = {
                 "requests": ("Requests that the worker has.", one.requests),
-                "handoff_bytes": ("Bytes of requests that wait in it for another worker.", one.handoff_bytes),
+                "handoff_bytes": ("Bytes of requests that wait in this worker for another one.", one.handoff_bytes),
             }
             gauges, counters = (own, {}) if one.stats is None else (own | gauges_of(one.stats), counters_of(one.stats))
             for kind, numbers in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
@@ -230,14 +233,20 @@ class Metrics:
         self._registry.register(EngineCollector(llm, admission))
         if isinstance(llm, ServedCluster):
             self._registry.register(WorkerCollector(llm))
-        self._first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _TTFT)
-        self._each = self._histogram("time_per_output_token_seconds", "Per token after the first.", _TPOT)
-        self._whole = self._histogram("request_seconds", "From arrival to the last token.", _WHOLE)
-        self._ends = Counter("millpond_answers", "Answers by their ends.", ["reason"], registry=self._registry)
+        self._first = self._histogram("time_to_first_token_seconds", "Seconds from arrival to the first token.", _TTFT)
+        self._each = self._histogram("time_per_output_token_seconds", "Seconds per token after the first.", _TPOT)
+        self._whole = self._histogram("request_seconds", "Seconds from arrival to the last token.", _WHOLE)
+        self._ends = Counter(
+            "millpond_answers", "Answers by the reason of their end.", ["reason"], registry=self._registry
+        )
         self._http = Counter(
             "millpond_http_requests", "Requests by path and status.", ["path", "status"], registry=self._registry
         )
-        self.left = Counter("millpond_clients_left", "Clients that did not wait.", registry=self._registry)
+        self.left = Counter(
+            "millpond_clients_left",
+            "Clients that disconnected before their answer was complete.",
+            registry=self._registry,
+        )
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"millpond_{name}", text, buckets=buckets, registry=self._registry)

@@ -266,7 +266,7 @@ def _usage(output: RequestOutput) -> dict[str, Any]:
 
 
 class InputPart(Body):
-    """A piece of a message; fields of our own answers other than the text are ignored."""
+    """A piece of a message; other fields of the server's own answers than the text are ignored."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -276,7 +276,7 @@ class InputPart(Body):
 
 
 class InputMessage(Body):
-    """One message; other fields of our own answers are accepted."""
+    """One message; other fields of the server's own answers are accepted."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -316,7 +316,7 @@ class FunctionCall(Body):
 
 
 class FunctionOutput(Body):
-    """What a tool answered."""
+    """The result of a tool."""
 
     type: Literal["function_call_output"]
     call_id: Name
@@ -379,7 +379,7 @@ class ChosenFunction(Body):
 
 
 class NamedSchema(Body):
-    """JSON that follows a schema; ours is always strict."""
+    """JSON that follows a schema, always strictly."""
 
     type: Literal["json_schema"]
     name: ClientNote
@@ -389,7 +389,7 @@ class NamedSchema(Body):
 
 
 class TextConfig(Body):
-    """What the text must follow."""
+    """The format that the text must follow."""
 
     format: Annotated[TextFormat | ObjectFormat | NamedSchema, Field(discriminator="type")] | None = None
     verbosity: None = None

@@ -29,7 +29,7 @@ TagOrText = dict[str, Any] | Annotated[str, Field(max_length=MAX_BYTES)]
 
 
 class Structure(Body):
-    """A part of an answer between two marks that must be JSON of a schema."""
+    """A part of an answer, between two marks, that must be JSON that follows a schema."""
 
     begin: str
     schema_: dict[str, Any] | bool = Field(alias="schema")
@@ -37,7 +37,7 @@ class Structure(Body):
 
 
 class StructuralTag(Body):
-    """A structural tag: a format of xgrammar's, or structures after triggers, in the older words of vLLM."""
+    """A structural tag: a format of xgrammar's, or structures after triggers, as in older versions of vLLM."""
 
     type: Literal["structural_tag"] = "structural_tag"
     format: dict[str, Any] | None = None
@@ -68,7 +68,7 @@ class StructuralTag(Body):
 
 
 class StructuredOutputs(Body):
-    """`structured_outputs`: one of these."""
+    """`structured_outputs`: exactly one of these fields."""
 
     json_: Schema | None = Field(default=None, alias="json")
     json_object: bool | None = None
@@ -196,18 +196,18 @@ class CacheFields(Body):
 
     Attributes:
         preset: method, budget and codec in one word, in place of the three.
-        max_kl: with the budget "auto", nats per token that predictions may differ from the full cache's.
-        watch: let /v1/millpond/memory/{id} show what the cache held at the end, too.
+        max_kl: with the budget "auto", how far predictions may differ from the full cache's, in nats per token.
+        watch: keep a snapshot of the cache at the end for /v1/millpond/memory/{id}.
         chunks: [begin, end] of each chunk of a completion's only prompt, in characters of a text, or in tokens.
-        forgotten: tell in `usage.millpond` how much of each message of a chat the cache does not hold any more.
+        forgotten: report in `usage.millpond` how much of each message of a chat the cache no longer holds.
         keep: [begin, end] of spans of a completion's only prompt that every head keeps, in characters of a text, or in
-            tokens. In chats messages and their parts say so themselves.
-        fair_shares: of every message of a chat at least this share of an even cut of the budget stays in every head;
+            tokens. In chats, messages and their parts have `millpond.keep` instead.
+        fair_shares: share of an even cut of the budget that every head keeps of each message of a chat, at least;
             or [begin, end, share] of spans of a completion's only prompt, in characters of a text, or in tokens.
-        forget: names of what no later token of a chat sees: "thoughts", "tool:ID" of a call's answer, "message:N".
-        breakpoints: numbers of characters of a completion's only prompt, or of its tokens, behind which later prompts
-            may go on. In chats messages and their parts have `cache_control`.
-        on_pressure: "refuse" requests of whose prompts anything would be evicted, or "evict" as the method does.
+        forget: parts of a chat that no later token sees: "thoughts", "tool:ID" of a call's answer, "message:N".
+        breakpoints: numbers of characters of a completion's only prompt, or of its tokens, from which later prompts
+            can continue. In chats, messages and their parts have `cache_control` instead.
+        on_pressure: "refuse" the request if any part of its prompt would be evicted, or "evict" as the method does.
         recompute: "auto", or the share of each stored chunk that is computed again, 0 to 1.
     """
 
@@ -236,7 +236,7 @@ CACHE_FIELDS.update(CacheFields.model_fields)
 
 
 class StreamOptions(Body):
-    """How a stream ends; pieces are sent as they come, without noise that would hide their length."""
+    """What a stream ends with; pieces are sent as they come, without padding that would hide their length."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
@@ -307,10 +307,10 @@ class InfillBody(TokenFields):
     """POST /infill, llama.cpp's.
 
     Attributes:
-        prompt: what is known of the text in the middle. n_predict: new tokens at most; -1: as many as there is room.
-        n_indent: white space with which each line but the first begins at least; the answer ends before any other.
-        t_max_predict_ms: milliseconds after the first token after which the answer ends with what it has; 0: never.
-        response_fields: what of the answer is sent, by paths such as "timings/prompt_n".
+        prompt: beginning of the text in the middle. n_predict: most new tokens; -1: as many as fit.
+        n_indent: least white space at the beginning of each line but the first; a line with less ends the answer.
+        t_max_predict_ms: milliseconds after the first token after which the answer ends as it is; 0: no limit.
+        response_fields: parts of the answer that are sent, as paths such as "timings/prompt_n".
     """
 
     input_prefix: str = ""
@@ -329,7 +329,7 @@ class InfillBody(TokenFields):
 
 
 class JsonSchema(Body):
-    """A schema by name; ours is always strict."""
+    """A schema with a name; it is always followed strictly."""
 
     name: str
     schema_: dict[str, Any] = Field(alias="schema")
@@ -338,7 +338,7 @@ class JsonSchema(Body):
 
 
 class TextFormat(Body):
-    """No rule."""
+    """Plain text, without a format."""
 
     type: Literal["text"]
 

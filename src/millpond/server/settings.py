@@ -44,7 +44,7 @@ class ServerSettings:
     operator_key: str | None = setting(
         None,
         "The key that lists and drains workers under /cluster.",
-        more="Without it nothing does where there are API keys, and without those anyone who reaches the server lists "
+        more="Without it, nobody can if there are API keys; without API keys anyone who reaches the server can list "
         "workers.",
         variable="MILLPOND_OPERATOR_KEY",
         default_text="none",
@@ -74,7 +74,7 @@ class ServerSettings:
         {},
         "The lowest (best) priority for requests with a key; without KEY=, for all others. Default: 0. May be "
         "repeated.",
-        more='By "" that of all others; so no client overtakes others by its own word.',
+        more='The key "" stands for all others, so that no client overtakes others by itself.',
         flag="--priority-limit",
         metavar="[KEY=]N",
         variable="MILLPOND_PRIORITY_LIMITS",
@@ -113,7 +113,7 @@ class ServerSettings:
     )
     max_image_pixels: int = setting(MAX_PIXELS, "Pixels of an image, at most: its width times its height.", at_least=1)
     max_connections: int = setting(
-        512, "Beyond it the connection is closed that keeps the server waiting longest.", at_least=1
+        512, "Most connections; beyond it, the connection that keeps the server waiting longest is closed.", at_least=1
     )
     header_timeout_s: float = setting(
         10.0, "Seconds in which the header of a request must arrive.", flag="--header-timeout", above=0, finite=True

@@ -106,7 +106,7 @@ def for_completions(
 
     Args:
         ids: Ids of the tokens.
-        entries: Log probabilities of the tokens; None where there is none.
+        entries: Log probabilities of the tokens; None if there is none.
         texts: Texts of tokens without log probabilities.
         offset: Characters before the first token.
         text: Text that these tokens begin; a tokenizer may leave out the blank of a text's first token.

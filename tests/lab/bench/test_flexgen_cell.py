@@ -87,7 +87,7 @@ def test_another_model_and_an_empty_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="holds no package flexllmgen"):
         flexgen.check(tmp_path, "opt-1.0B")
     (tmp_path / "flexllmgen").mkdir()
-    with pytest.raises(OptionError, match=r"runs OPT alone, and 1\.04B is none"):
+    with pytest.raises(OptionError, match=r"runs only OPT, and 1\.04B is not an OPT"):
         flexgen.check(tmp_path, "1.04B")
     flexgen.check(tmp_path, "opt-1.0B")
 

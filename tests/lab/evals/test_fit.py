@@ -227,7 +227,7 @@ def test_a_method_without_a_budget_chooses_a_format() -> None:
 @pytest.mark.parametrize(
     ("given", "error", "match"),
     [
-        ({}, OptionError, "say which, as max_kl"),
+        ({}, OptionError, "needs a bound; give max_kl"),
         ({"max_kl": 1, "sinks": 3}, OptionError, "of h2o with its defaults, not with sinks=3"),
         ({"max_kl": 1, "method": "tova"}, OptionError, "is of method 'h2o', not of 'tova'"),
         ({"max_kl": 1, "budget": "20%"}, OptionError, "max_kl belongs to budget='auto'"),
@@ -274,7 +274,7 @@ def test_damaged_files(tmp_path: Path) -> None:
         broken.append(json.dumps({**right, "rows": rows}))
     for text in broken:
         path.write_text(text)
-        with pytest.raises(DataError, match=r"no table|cannot be read"):
+        with pytest.raises(DataError, match=r"not a table|cannot be read"):
             load_fit(path)
 
 

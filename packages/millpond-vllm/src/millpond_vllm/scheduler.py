@@ -1,4 +1,4 @@
-"""Schedulers that evict: when, at which chunk ends, and up to where a prefix is taken from the cache."""
+"""Schedulers that evict: they time evictions, end chunks there, and limit hits of the prefix cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = init_logger("vllm.millpond")
 
 
 class EvictingScheduler(Scheduler):
-    """vLLM's scheduler where requests evict.
+    """vLLM's scheduler with eviction.
 
     Attributes:
         manager: Blocks of the group of full-attention layers.
@@ -63,8 +63,8 @@ class EvictingScheduler(Scheduler):
     def _events_of(self, request: Any) -> tuple[RequestSettings, EventTimes]:
         """Return what a request asks for, and its events.
 
-        Settings that cannot be used are the engine's, and the figures of the request say why: `request_check` refuses
-        most of them before, but knows neither the block size nor the prompt.
+        If its settings cannot be used, it gets the engine's, and its figures say why: `request_check` refuses most of
+        them before, but knows neither the block size nor the prompt.
         """
         prompt, params = request.num_prompt_tokens, request.sampling_params
         if params is None:  # a pooling request
@@ -99,8 +99,8 @@ class EvictingScheduler(Scheduler):
     def _most_hit(self, request: Any) -> int:
         """Return the most tokens of a request that may come from the prefix cache.
 
-        Nothing behind the first event comes from there: blocks of another request that never evicted. Queries that
-        the event needs are computed.
+        Tokens after the first event may not: those blocks belong to a request that never evicted. Queries that the
+        event needs are computed.
         """
         times = self.manager.times.get(request.request_id)
         first = NEVER if times is None else times.first()
@@ -111,9 +111,9 @@ class EvictingScheduler(Scheduler):
         return max(0, first - max(2, self.rules.policy.window))  # see `_reserve_prefill_lookahead`: not one token
 
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """End a chunk at the next event; vLLM asks here for the last word on the length of every chunk.
+        """End a chunk at the next event; vLLM calls this last when it decides the length of a chunk.
 
-        Recurrent layers publish their state at the end of a chunk alone: one ends where a hit on this text ends.
+        Recurrent layers publish their state only at the end of a chunk, so a chunk ends where a hit on this text ends.
         """
         tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         if self._ends_at_states:
@@ -165,7 +165,7 @@ class EvictingScheduler(Scheduler):
         super().shutdown()
 
     def _evict_due(self) -> list[Eviction]:
-        """Evict from running requests that have reached an event; preempt others where no block is free for it."""
+        """Evict from running requests that have reached an event; preempt others if no block is free for it."""
         evictions: dict[str, Eviction] = {}
         for request in list(self.running):
             request_id, computed = request.request_id, request.num_computed_tokens

@@ -13,6 +13,7 @@ from torch import Tensor
 from millpond.cache.pages.page_table import PageTable
 from millpond.kernels.eager.pages import gather, scatter
 from millpond.kernels.pages import PageArrays
+from millpond.kernels.transfers import on_device
 
 
 def slots_of(table: PageTable, pages: Tensor, lens: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -90,7 +91,7 @@ class SlotView:
     @classmethod
     def of(cls, table: PageTable, rows: npt.NDArray[np.int64]) -> SlotView:
         """Return the slots of some regions as they are now."""
-        chosen = torch.from_numpy(rows).to(table.lens.device)
+        chosen = on_device(rows, table.lens.device)
         width = int(table.lengths().ravel()[rows].max(initial=0))
         ids, used = slots_of(table, table.pages[chosen], table.lens[chosen], width)
         arrays, quantized = table.pool.arrays, table.quantized

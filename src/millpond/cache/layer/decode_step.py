@@ -24,6 +24,7 @@ from millpond.kernels import ops
 from millpond.kernels.args import AttentionShape, DecodeRowsArgs, StepRegions
 from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Signal, choose_evicted
 from millpond.kernels.eager.pages import scatter
+from millpond.kernels.transfers import ReadBack, on_device
 from millpond.policy.decode_rule import on_sliding_layer
 from millpond.policy.policy import Policy
 
@@ -45,11 +46,11 @@ def evict_due(table: PageTable, rule: DecodeRule, q_pos: Tensor, active: np.ndar
     heads = table.n_kv_heads
     slots = SlotView.of(table, (sequences[:, None] * heads + np.arange(heads)).ravel())
     device = slots.positions.device
-    rows = torch.from_numpy(slots.rows).to(device)
-    query = q_pos[torch.from_numpy(sequences).to(device)].repeat_interleave(heads)[:, None]
+    rows = on_device(slots.rows, device)
+    query = q_pos[on_device(sequences, device)].repeat_interleave(heads)[:, None]
     victim = choose_evicted(rule, slots.scores, slots.positions, query, table.recent[rows], window, heads)
     leave = torch.zeros_like(slots.valid).scatter_(1, victim[:, None], True)
-    leave &= torch.from_numpy(over[sequences].ravel()).to(device)[:, None]
+    leave &= on_device(over[sequences].ravel(), device)[:, None]
     table.shrink(sequences, slots.evict(leave).reshape(-1, heads))
 
 
@@ -107,6 +108,7 @@ class NanCheck:
     def __init__(self, layer: int) -> None:
         self._layer = layer
         self._nan: Tensor | None = None
+        self._look: ReadBack | None = None
 
     def check(self, lse: Tensor, columns: int) -> None:
         """Refuse NaN at once on the CPU; elsewhere at intervals, so that no step waits.
@@ -122,11 +124,7 @@ class NanCheck:
             total = lse.sum().item()  # in fewer calls than isnan().any(); -inf of those who saw nothing stays -inf
             self._refuse(total != total)
             return
-        self._nan = lse.isnan().any() if self._nan is None else self._nan | lse.isnan().any()
-        if columns % NAN_CHECK_COLUMNS:
-            return
-        nan, self._nan = bool(self._nan.any()), None
-        self._refuse(nan)
+        self._note(lse.isnan().any()[None], columns)
 
     def check_layers(self, lse: Tensor, columns: int) -> None:
         """Check this layer and those after it, whose steps ran together: lse (layers, S, Hq).
@@ -134,11 +132,20 @@ class NanCheck:
         Raises:
             NumericsError: attention of one of them is NaN.
         """
-        is_nan = lse.isnan().flatten(1).any(1)
+        self._note(lse.isnan().flatten(1).any(1), columns)
+
+    def _note(self, is_nan: Tensor, columns: int) -> None:
+        """Collect which layers (n,) are NaN; refuse them once that has reached the host."""
         self._nan = is_nan if self._nan is None else self._nan | is_nan
-        if columns % NAN_CHECK_COLUMNS:
-            return
-        nan, self._nan = self._nan.tolist(), None
+        if not columns % NAN_CHECK_COLUMNS:
+            self._read()
+            self._look, self._nan = ReadBack([self._nan]), None
+        if self._look is not None and self._look.is_ready():
+            self._read()
+
+    def _read(self) -> None:
+        look, self._look = self._look, None
+        nan = [] if look is None else look.wait()[0].tolist()
         if any(nan):
             self._refuse(True, nan.index(True))
 
@@ -332,7 +339,7 @@ class DecodeStep:
         """
         rule, always = self._rule, self._rule.evict is Evict.NEVER
         if q_pos is None:
-            q_pos = torch.from_numpy(positions.astype(np.int32)).to(device)
+            q_pos = on_device(positions.astype(np.int32), device)
         table.kept = self._tracker.marks.kept.tensor(device)
         table.least = self._planner.least(table, positions, device)
         quantize.quantize_due(table, positions >= 0)

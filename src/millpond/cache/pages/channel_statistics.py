@@ -113,7 +113,7 @@ class KeyChannels:
 
     @property
     def tables(self) -> dict[str, Tensor | None]:
-        """Tables by name; None where there is none."""
+        """Tables by name; None if there is none."""
         return {"channels": self.channels, "balance": self.balance, "value_channels": self.value_channels}
 
     @property

@@ -22,6 +22,7 @@ from millpond.errors import PoolFullError
 from millpond.kernels.args import AttentionShape, PageRegions, StepRegions
 from millpond.kernels.decode_rules import DecodeRule
 from millpond.kernels.eager.pages import gather, occupied
+from millpond.kernels.transfers import on_device
 
 
 class PageTable:
@@ -471,7 +472,7 @@ class PageTable:
         """Make the host's numbers visible to the kernels."""
         device = self.pool.arrays.device
         if ids:
-            self.pages: Tensor = torch.from_numpy(self._rows.ids).to(device)
+            self.pages: Tensor = on_device(self._rows.ids, device)
             self._runs_current = False
         if lens:
             self.lens = self._lengths.publish(device)

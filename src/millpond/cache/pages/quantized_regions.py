@@ -22,6 +22,7 @@ from millpond.kernels import ops
 from millpond.kernels.args import PaddedEntries
 from millpond.kernels.eager.pages import gather
 from millpond.kernels.packed.regions import PackedRegions
+from millpond.kernels.transfers import on_device
 
 Ints = npt.NDArray[np.int32]
 
@@ -230,7 +231,7 @@ class QuantizedRegions:
 
     def _there(self, numbers: npt.NDArray[Any]) -> Tensor:
         """Return numbers as the kernels read them, on the pool's device."""
-        return torch.from_numpy(numbers).to(self._device)
+        return on_device(numbers, self._device)
 
     def _changed(self) -> None:
         """Let the kernels' view be rebuilt on its next use, as the host's tables changed."""

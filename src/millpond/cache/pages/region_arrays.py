@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from millpond.kernels.decode_rules import UNBOUNDED
+from millpond.kernels.transfers import on_device
 
 Ints = npt.NDArray[np.int32]
 
@@ -40,7 +41,7 @@ class RegionLengths:
 
     def publish(self, device: torch.device) -> Tensor:
         """Return the host's lengths on the device, (R,), which a kernel may write to."""
-        self._there = torch.from_numpy(self.host).to(device)
+        self._there = on_device(self.host, device)
         return self._there
 
     def select(self, regions: npt.NDArray[np.int64]) -> None:
@@ -73,7 +74,7 @@ class RegionBudgets(NamedTuple):
 
         They are new tensors, by which a change can be seen.
         """
-        capacities, recent, head_rules = (torch.from_numpy(numbers).to(device) for numbers in self)
+        capacities, recent, head_rules = (on_device(numbers, device) for numbers in self)
         return capacities, recent, head_rules
 
     def select(self, regions: npt.NDArray[np.int64]) -> RegionBudgets:

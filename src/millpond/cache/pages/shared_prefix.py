@@ -22,6 +22,7 @@ from millpond.kernels.eager.attention import attend_entries
 from millpond.kernels.eager.softmax import lse_merge
 from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.pages import PageArrays
+from millpond.kernels.transfers import on_device
 
 #: Entries of a head that a run must spare the batch reading, to be worth a call of its own.
 MIN_SHARED_ENTRIES = 512
@@ -66,11 +67,11 @@ class SharedRuns:
         last = ids.shape[2] - 1
         own_pages = np.take_along_axis(ids, np.minimum(np.arange(last + 1) + shared_pages, last), 2)
         self.own_pages = torch.from_numpy(own_pages).flatten(0, 1).to(device)
-        self.shared_lens = torch.from_numpy((shared_pages[:, 0] * slots).repeat(n_kv_heads, 1).ravel()).to(device)
+        self.shared_lens = on_device((shared_pages[:, 0] * slots).repeat(n_kv_heads, 1).ravel(), device)
         self._calls = [  # of each run: whose queries, which pages (Hkv, n), how many entries (Hkv,)
             (
                 torch.tensor(members, device=device),
-                torch.from_numpy(ids[members[0], :, begin:end].copy()).to(device),
+                on_device(ids[members[0], :, begin:end].copy(), device),
                 torch.full((n_kv_heads,), (end - begin) * slots, dtype=torch.int32, device=device),
             )
             for members, begin, end in runs

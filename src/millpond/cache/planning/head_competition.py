@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from millpond.cache.entries.compaction import SlotView
@@ -13,6 +12,7 @@ from millpond.cache.pages.page_table import PageTable
 from millpond.cache.state.span_marks import KeptSpans
 from millpond.errors import PoolFullError
 from millpond.kernels.decode_rules import INF, DecodeRule, eviction_value, in_spans
+from millpond.kernels.transfers import on_device
 from millpond.policy.fair_shares import best_of_spans
 from millpond.policy.head_allocation import HeadAllocation, lowest_scored
 
@@ -73,22 +73,22 @@ class HeadCompetition:
         rows = np.concatenate([np.arange(table.n_regions)[table.rows(s)] for s in self.sequences.tolist()])
         slots = SlotView.of(table, rows)
         positions, valid = slots.positions, slots.valid
-        query = q_pos[torch.from_numpy(self.sequences).to(q_pos.device)].repeat_interleave(n_heads)[:, None]
+        query = q_pos[on_device(self.sequences, q_pos.device)].repeat_interleave(n_heads)[:, None]
         value = eviction_value(rule, slots.scores, positions, query, n_heads)
         if window:
             value = value.masked_fill(query + 1 - positions >= window, -INF)
-        recent = table.recent[torch.from_numpy(rows).to(q_pos.device)][:, None]
+        recent = table.recent[on_device(rows, q_pos.device)][:, None]
         pinned = valid & ((positions < rule.sinks) | (query - positions < recent))
         aside = self._aside(positions, kept, rule.sinks)
         if table.least is not None:
-            of_spans = table.least[torch.from_numpy(self.sequences).to(table.least.device)]
+            of_spans = table.least[on_device(self.sequences, table.least.device)]
             least = of_spans.repeat_interleave(n_heads, 0)
             whole = pinned if aside is None else pinned | (valid & aside)
             pinned = pinned | best_of_spans(value, valid, whole, positions, least)
         if aside is not None:
             pinned &= ~aside
         capacities = table.budgets()
-        budget = torch.from_numpy(capacities[self.sequences].sum(1) // n_heads - 1).to(value.device)
+        budget = on_device(capacities[self.sequences].sum(1) // n_heads - 1, value.device)
         budget = budget.repeat_interleave(n_heads)
         if aside is None:
             free, floor = valid & ~pinned, self.heads.floor(pinned.sum(1), budget)
@@ -115,5 +115,5 @@ class HeadCompetition:
         spans = kept.tensor(positions.device)
         if spans is None:
             return None
-        own = spans[torch.from_numpy(self.sequences).to(spans.device)].repeat_interleave(self.table.n_kv_heads, 0)
+        own = spans[on_device(self.sequences, spans.device)].repeat_interleave(self.table.n_kv_heads, 0)
         return in_spans(positions, own) & (positions >= sinks)

@@ -12,6 +12,7 @@ from torch import Tensor
 from millpond.cache.state.span_marks import BatchMarks
 from millpond.cache.state.token_ids import TokenIds
 from millpond.errors import CacheMismatchError
+from millpond.kernels.transfers import on_device
 
 #: Parts of one pass (draft tokens) that are remembered.
 MAX_PARTS = 1024
@@ -45,7 +46,7 @@ class ForwardSpan:
         """Return the pass with its positions on another device."""
         q_pos = None
         if self.length == 1:
-            q_pos = torch.from_numpy(self.token(0).astype(np.int32)).to(device)
+            q_pos = on_device(self.token(0).astype(np.int32), device)
         return replace(self, device=device, q_pos=q_pos)
 
     @property
@@ -67,7 +68,7 @@ class ForwardSpan:
             return slice(0, 0)
         if columns[-1] - columns[0] + 1 == len(columns):
             return slice(int(columns[0]), int(columns[-1]) + 1)
-        return torch.from_numpy(columns).to(self.device)
+        return on_device(columns, self.device)
 
     def positions(self, sequence: int) -> Tensor:
         """Return the positions of the tokens in `columns(sequence)`, (n,) int32."""
@@ -79,7 +80,7 @@ class ForwardSpan:
         """Return the position of each token of this pass, (S, length) int32, -1 for pads."""
         valid = np.ones((len(self.before), self.length), dtype=bool) if self.valid is None else self.valid
         positions = np.where(valid, self.before[:, None] + valid.cumsum(1) - 1, -1)
-        return torch.from_numpy(positions.astype(np.int32)).to(self.device)
+        return on_device(positions.astype(np.int32), self.device)
 
     def token(self, column: int) -> npt.NDArray[np.int64]:
         """Return the position of each sequence's token in one column, (S,); -1 for a pad."""
@@ -192,7 +193,7 @@ class PositionTracker:
         q_pos = None
         if length == 1:
             positions = self.seen if valid is None else np.where(valid[:, 0], self.seen, -1)
-            q_pos = torch.from_numpy(positions.astype(np.int32)).to(device)
+            q_pos = on_device(positions.astype(np.int32), device)
         return ForwardSpan(start, length, self.seen, after, valid, device, q_pos, bool((self.seen > 0).all()))
 
     def tokens_in_last(self, columns: int) -> npt.NDArray[np.int64]:

@@ -13,6 +13,7 @@ from millpond.cache.state.spans import DroppedSpans, TextMarks
 from millpond.codec.spec import Codec
 from millpond.errors import DataError, OptionError
 from millpond.kernels.decode_rules import in_spans
+from millpond.kernels.transfers import on_device
 from millpond.policy.fair_shares import BEHIND, FairSpans, Floats, Ints, fewest
 from millpond.policy.policy import Policy
 from millpond.prompt_marks import MAX_SHARES, PromptMarks, Span, SpanShare, kept_spans, shares_in_order, tokens_in
@@ -46,7 +47,7 @@ class KeptSpans(TextMarks[Span]):
         if not self:
             return None
         if device not in self._tensors:
-            self._tensors[device] = torch.from_numpy(self._padded_spans.astype(np.int32)).to(device)
+            self._tensors[device] = on_device(self._padded_spans.astype(np.int32), device)
         return self._tensors[device]
 
     def _joined(self, marks: Sequence[Span]) -> tuple[Span, ...]:
@@ -64,7 +65,7 @@ def shares_of_tensors(spans: Tensor, shares: Tensor) -> tuple[SpanShare, ...]:
     """Return the spans with shares from a file's tensors: spans (m, 2), shares (m,) float64.
 
     Raises:
-        DataError: they are none.
+        DataError: the tensors are not spans with shares.
     """
     are_pairs = spans.dtype in (torch.int32, torch.int64) and spans.ndim == 2 and spans.shape[1] == 2
     if not are_pairs or shares.dtype is not torch.float64 or shares.shape != spans.shape[:1] or len(spans) > MAX_SHARES:
@@ -141,7 +142,7 @@ class FairShares(TextMarks[SpanShare]):
         visible = np.minimum(end, window) if window else end
         shares_in_entries = self._shares * budgets[:, None]
         count = fewest(self._seen(end - visible, end), visible, shares_in_entries, free[:, None])
-        return torch.from_numpy(np.concatenate([self._spans, count[..., None]], 2).astype(np.int32)).to(device)
+        return on_device(np.concatenate([self._spans, count[..., None]], 2).astype(np.int32), device)
 
     def view(
         self, sequence: int, seen: int, visible: int, budget: int, aside: Tensor | None, positions: Tensor

@@ -1,4 +1,4 @@
-"""Sums over the queries of a prompt as bytes for a disk, and back, bit for bit."""
+"""Packing of sums over a prompt's queries into bytes for a disk, and unpacking, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from millpond.policy.scores.query_moments import QueryMoments
 
 @dataclass(frozen=True, slots=True)
 class SumForm:
-    """Meaning of bytes of sums.
+    """Layout of packed sums.
 
     Attributes:
         kind: Kind of the sums.
         length: Tokens of the prompt before their position.
         shapes: Shape and type of each tensor, in their order.
-        counts: Number of queries of each layer's moments; None for a layer without.
+        counts: Number of queries of each layer's moments; None for a layer without moments.
         columns: Whether each layer has column sums.
     """
 
@@ -37,9 +37,10 @@ class SumForm:
 
 
 def pack_sums(sums: Mapping[SumKind, PromptSums]) -> tuple[Tensor, tuple[SumForm, ...]]:
-    """Return sums as bytes (n,) uint8, and what they mean.
+    """Return sums as bytes (n,) uint8, and their layout.
 
-    Kinds that keep the queries themselves are left out: they need the sums before them.
+    Kinds that keep the queries themselves are left out: they hold only the part since the previous sums, without which
+    they are of no use.
     """
     forms, parts = [], [torch.zeros(0, dtype=torch.uint8)]
     for kind, one in sums.items():
@@ -60,7 +61,7 @@ def pack_sums(sums: Mapping[SumKind, PromptSums]) -> tuple[Tensor, tuple[SumForm
 
 
 def unpack_sums(data: Tensor, forms: tuple[SumForm, ...], device: torch.device) -> dict[SumKind, PromptSums]:
-    """Return the sums of bytes that `pack_sums` returned, on a device."""
+    """Return the sums that `pack_sums` packed, on a device."""
     found, place = {}, 0
     for form in forms:
         tensors = []

@@ -37,7 +37,7 @@ def demo(
     seed: Annotated[
         int,
         typer.Option(
-            help="Seed of the text, which the model was not trained on; another one than 0 needs millpond-lab."
+            help="Seed of the text, which the model was not trained on; seeds other than 0 need millpond-lab."
         ),
     ] = 0,
     budget: Annotated[str, typer.Option(help="Budget of every method but full.")] = "20%",
@@ -46,7 +46,7 @@ def demo(
         typer.Option(
             min=64,
             max=4000,
-            help="Words of the text, with millpond-lab another number than 2,048; with --model, tokens.",
+            help="Words of the text (numbers other than 2,048 need millpond-lab); with --model, tokens.",
         ),
     ] = 2048,
     questions: Annotated[int, typer.Option(help="Questions, one for each of the first N of 32 pairs.")] = 32,

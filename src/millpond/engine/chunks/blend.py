@@ -52,9 +52,9 @@ class ComputedChunk:
         exact: Whether nothing before it is approximate.
         before: Keys of the parts before it -> their tokens.
         parts: Part of each token of the prompt, (tokens of the prompt,) int64: its number in `before`, len(before) for
-            the chunk itself, and one more for tokens that count for none.
+            the chunk itself, and one more for tokens of no part.
         sums: Attention of its computed tokens, summed over layers, (n, parts) float32.
-        base: Variant that the tokens come from that are not computed; None: all are.
+        base: Variant that gives the tokens that are not computed; None: all are computed.
         computed: Whether each of its tokens is computed, (n,) bool; all True without a base.
         keys: Keys per layer, in pieces.
         values: Values per layer, in pieces.
@@ -160,7 +160,7 @@ class PromptBlend:
     def has_layer(self, variant: ReadableVariant, layer: int) -> bool:
         """Return whether a layer is in, after a bounded wait.
 
-        Once one was not, none is waited for.
+        After one was missing, no other is waited for.
         """
         if not self.lacks_layer and isinstance(variant, LayeredVariant):
             self.lacks_layer = not self.wait.until_in(variant, layer)
@@ -172,7 +172,7 @@ class PromptBlend:
         return int(rows[n]) if n < len(rows) else len(self.computed) - begin
 
     def span(self, begin: int, end: int) -> BlendedSpan | None:
-        """Return the tokens of a pass; None where all are computed and none is for the store."""
+        """Return the tokens of a pass; None if all are computed and none is for the store."""
         kept = [chunk for chunk in self.kept if chunk.begin < end and begin < chunk.end]
         if bool(self.computed[begin:end].all()) and not kept:
             return None
@@ -182,14 +182,14 @@ class PromptBlend:
         return BlendedSpan(begin, end - begin, rows, reused, kept, self, focus)
 
     def _focus(self) -> Focus | None:
-        """Return the focus of the question, if tokens out of it are left out."""
+        """Return the focus of the question; None if no tokens are left out."""
         if not self.store.focus or len(self.chunks) < 2:
             return None
         question = min(self.chunks[-1][1], len(self.computed) - 1)
         return Focus(self.chunks, question, self.store.focus, self.store.coverage)
 
     def finish(self) -> None:
-        """Give the store the chunks that were computed for it: the prompt is read."""
+        """Put the computed chunks into the store, after the prompt has been read."""
         for chunk in self.kept:
             if not chunk.is_whole:
                 continue
@@ -231,7 +231,7 @@ class BlendedSpan:
     def complete(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Complete keys and values, see `PartialSpan.complete`; record those for the store.
 
-        Where a layer of a chunk is not in, nothing of the pass counts for this prompt: zeros stand for it, so that the
+        If a layer of a chunk is missing, the pass does not count for this prompt: zeros take its place, so that the
         other prompts of the pass go on.
         """
         keys, values = k.new_empty(len(k), self.length, k.shape[-1]), v.new_empty(len(v), self.length, v.shape[-1])
@@ -276,11 +276,11 @@ class BlendedSpan:
             kept.sums[positions_of_rows - kept.begin] += attention.cpu()
 
     def narrow(self, layer: int) -> tuple[BlendedSpan, Tensor] | None:
-        """Leave tokens of chunks out of focus out, once it is stable.
+        """Leave out tokens of chunks that are not in focus, once the focus is stable.
 
         See `PartialSpan.narrow`. The first token of the prompt stays, since all tokens attend to it. In deeper
-        layers the others have the keys and values of their variants, so a chunk of which tokens are left out is not
-        kept as a variant of its own.
+        layers the left-out tokens have the keys and values of their variants, so their chunk is not kept as a variant
+        of its own.
         """
         if self.focus is None or not self.focus.is_stable:
             return None

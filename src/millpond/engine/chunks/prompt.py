@@ -47,7 +47,7 @@ class Prompt:
         parts: Texts, token ids and `Chunk`s.
 
     Raises:
-        OptionError: no part, or one that is none of these.
+        OptionError: no part, or a part of another type.
 
     Example:
         >>> len(Prompt(["Answer from the texts.", Chunk("The mill was sold."), "What was sold?"]).parts)

@@ -22,6 +22,7 @@ from millpond.engine.grammar.process import WORKER, Ask, GrammarProcess
 from millpond.engine.grammar.schema import MAX_BYTES, enforceable
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError
+from millpond.kernels.transfers import on_device
 from millpond.option_ranges import brief
 from millpond.optional import require
 
@@ -301,7 +302,7 @@ class Constraints:
             if position.grammar.lawful is not None:
                 mask[i] &= position.grammar.lawful
         rows, covered = list(followed), min(vocab_size, logits.shape[-1])
-        xgrammar.apply_token_bitmask_inplace(logits, mask.to(logits.device), vocab_size=covered, indices=rows)
+        xgrammar.apply_token_bitmask_inplace(logits, on_device(mask, logits.device), vocab_size=covered, indices=rows)
         logits[rows, covered:] = float("-inf")  # rows of the output layer without a token
 
     def advance(self, keys: Sequence[Hashable], tokens: Sequence[int]) -> dict[Hashable, Exception]:

@@ -17,7 +17,7 @@ from typing import Any
 from millpond.engine.grammar.worker import HEAD, MADE, UNKNOWN, CompileLimits, exactly
 from millpond.errors import MillpondError, OptionError
 
-#: Limits of every grammar; texts of a limited length take longest: 2 to 5 s with the 50,257 words of GPT-2.
+#: Limits of every grammar. Texts of a limited length take longest: 2 to 5 s with the 50,257 tokens of GPT-2.
 LIMITS = CompileLimits(cpu_seconds=20, memory_bytes=512 << 20, result_bytes=96 << 20)
 #: Seconds that the worker has to exit.
 _END_S = 2.0
@@ -75,7 +75,7 @@ class GrammarProcess:
     def compile(self, spec: dict[str, Any], name: str, tokenizer: str, ask: Ask | None = None) -> str:
         """Return a compiled grammar as JSON.
 
-        It may take long: do not call it where others wait.
+        It may take seconds: do not call it in a thread that others wait for.
 
         Args:
             spec: Its `kind` and `value`, as the worker takes them.
@@ -100,7 +100,7 @@ class GrammarProcess:
                 finally:
                     ask.end()
         except (OSError, EOFError) as error:
-            raise MillpondError("the grammar was given up, or the process that compiles grammars ended") from error
+            raise MillpondError("compiling the grammar was cancelled, or its process ended; ask again") from error
         if kind != MADE:
             raise OptionError(reply.decode("utf-8", "replace"))
         return reply.decode()

@@ -71,7 +71,7 @@ class MachineConstants:
         calls: Seconds of a step besides.
         disk_calls: Seconds of a step in addition where KV is on a disk.
         settled: Whether two spans of reads agreed within 5 %.
-        accelerator: Speeds of the accelerator; None where there is none.
+        accelerator: Speeds of the accelerator; None if there is none.
         folder: Folder whose disk was measured.
         hardware: Name of the machine that was measured.
         threads: Threads of torch.

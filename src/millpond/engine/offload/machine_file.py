@@ -92,7 +92,7 @@ def write(path: Path, constants: MachineConstants) -> None:
 
 
 def read(path: Path) -> MachineConstants | None:
-    """Return the constants in a file; None where there is none, or `write` did not finish it."""
+    """Return the constants in a file; None if there is no file, or `write` did not finish it."""
     try:
         content = read_file(path)
         return _checked(json.loads(content)) if len(content) <= _MAX_BYTES else None
@@ -104,7 +104,7 @@ def _checked(parsed: dict[str, Any]) -> MachineConstants:
     """Return the constants in parsed JSON.
 
     Raises:
-        ValueError, TypeError, KeyError, AttributeError: they are none.
+        ValueError, TypeError, KeyError, AttributeError: it does not hold such constants.
     """
     if parsed.pop("format") != FORMAT or parsed.keys() != {
         constant.name for constant in fields(MachineConstants) if constant.init

@@ -262,7 +262,7 @@ def measure(folder: Path, report: Report | None = None, file: Path | None = None
     Args:
         folder: Folder whose disk is read; a file of at most 1 GiB is written there and removed.
         report: Called with what is measured and the share done.
-        file: File to read in place of one that is written; None where there is none. Writes are not measured then.
+        file: File to read in place of one that is written; None if there is none. Writes are not measured then.
 
     Raises:
         OptionError: the folder is not there, cannot be written, or lacks room.

@@ -303,7 +303,7 @@ def folder_of(name: str | PathLike[str], dtype: str | None) -> Path:
     if not folder.is_dir():
         raise OptionError(
             f"memory= needs a folder with safetensors files, a GGUF file, or the name of a model that is here; "
-            f"{str(name)!r} is none of them. Download it first, and give its folder"
+            f"{str(name)!r} is neither. Download the model first, and give its folder"
         )
     return folder
 

@@ -40,7 +40,9 @@ from millpond.engine.offload.planner import Workload, usual_workloads
 from millpond.engine.offload.search import Limits
 from millpond.errors import BudgetError
 from millpond.hf.cache_spec import policy_of
+from millpond.kernels.card import Card
 from millpond.models.cache_folder import check_folder
+from millpond.models.device import check_dtype_there
 from millpond.models.weights.packed_file import Report
 from millpond.models.weights.skeleton import Skeleton
 from millpond.models.weights.streamed import StreamedLayers
@@ -220,9 +222,10 @@ def open_on_device(
         **streaming: Arguments of `StreamedLayers`.
 
     Raises:
-        BudgetError: less memory than the smallest that runs.
-        OptionError: no folder of safetensors, another dtype than the saved one, weights in codes without a folder, a
-            disk folder that is missing or cannot be written, or a plan that a device does not run.
+        BudgetError: less memory than the smallest that runs, or more than the device has free.
+        OptionError: no folder of safetensors, another dtype than the saved one, or one that the device lacks, weights
+            in codes without a folder, a disk folder that is missing or cannot be written, or a plan that a device does
+            not run.
         DataError, UnsupportedModelError: as `Skeleton.of`.
     """
     if disk is not None:
@@ -232,8 +235,11 @@ def open_on_device(
     folder = folder_of(name, dtype)
     skeleton = Skeleton.of(folder)
     check_dtype(dtype, skeleton)
+    check_dtype_there(gpu, skeleton.dtype)
     capacity = None if device_memory is None else parse_bytes(device_memory)
     limit = None if memory is None else parse_bytes(memory)
+    if gpu.type == "cuda" and capacity is not None:
+        check_device_memory(Card.of(gpu), capacity)
     device = device or CudaDevice(gpu, capacity)
     size, said = size_of(folder, skeleton, config.weights), tuple[str, ...]()
     if plan is None:
@@ -310,6 +316,19 @@ def open_on_device(
         bytes_by_tier[DISK] = {"weights": sum(size.layers[index].n_bytes for index in on_disk)}
     placement = Placement(plan=plan, bytes=bytes_by_tier, memory_bytes=limit, workload=workload, said=said)
     return Opened(streamed.model, config, streamed, tier, placement, ledger, host_kv)
+
+
+def check_device_memory(card: Card, capacity: int) -> None:
+    """Check that a card has free what a user wants to take of it.
+
+    Raises:
+        BudgetError: it has not.
+    """
+    if capacity > card.free_bytes:
+        raise BudgetError(
+            f"device_memory={capacity:,} bytes is more than {card.name} has free, {card.free_bytes:,} of "
+            f"{card.total_bytes:,}; lower it, or end what else takes memory there"
+        )
 
 
 def _capabilities(config: EngineConfig) -> Capabilities:

@@ -48,12 +48,10 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(LoadSettings):
-    """Options by which `LLM` loads a model.
-
-    Its fields say themselves what they mean, see `LoadSettings`.
+    """Options by which `LLM` loads a model; `LoadSettings` explains the fields.
 
     Raises:
-        OptionError: an argument that does nothing without `memory` or `plan`, or a plan that is none.
+        OptionError: an argument that does nothing without `memory` or `plan`, or a `plan` that is not a plan.
     """
 
     def __post_init__(self) -> None:
@@ -66,7 +64,7 @@ class LoadOptions(LoadSettings):
         if self.device_memory is not None and self.gpu is None:
             raise OptionError(
                 f"device_memory={self.device_memory!r} is memory of an accelerator, and device={self.device!r} is "
-                "none; give device='cuda', or memory= for the host's"
+                "not one; give device='cuda', or memory= for the host's"
             )
         if self.plan == AUTO and self.memory is None and self.device_memory is None:
             raise OptionError("plan='auto' searches for a plan inside a memory limit; give memory=, such as '1GiB'")
@@ -91,7 +89,7 @@ class LoadOptions(LoadSettings):
                 if planning_options[name] is not None:
                     raise OptionError(f"{name}= is for making a plan, and one is given; leave one of the two out")
         if (self.prompt_tokens is None) != (self.new_tokens is None):
-            raise OptionError("prompt_tokens= and new_tokens= say together what a plan is made for; give both")
+            raise OptionError("prompt_tokens= and new_tokens= describe a plan's requests together; give both")
 
     @property
     def is_limited(self) -> bool:

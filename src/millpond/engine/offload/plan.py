@@ -55,7 +55,7 @@ class Prediction:
 DEVICE, HOST, DISK = TIERS = ("device", "host", "disk")
 #: Order in which micro-batches and layers run: see `Plan`.
 Schedule = Literal["row", "zigzag", "diagonal"]
-#: Tier of embeddings and head; "host" is the device's memory where there is one.
+#: Tier of embeddings and head; "host" is the device's memory if there is one.
 Ends = Literal["host", "disk"]
 #: Slots for layers that are streamed: one in use, two being read.
 SLOTS = 3
@@ -71,7 +71,7 @@ class Plan:
         weights: Shares of the tiers "device", "host" and "disk"; they sum to 1. These are shares of the layers, of all
             sequences alike: the last norm always stays in memory, and so do positions and scores of entries.
         kv: Shares of the same tiers; they sum to 1. Layers whose KV is on the host or a disk attend on the host. "host"
-            alone is the device's memory where there is one; {"device": 0, "host": 1} is the host's.
+            alone is the device's memory if there is one; {"device": 0, "host": 1} is the host's.
         values: Share of the entries whose values a decoding step reads in layers that attend on the host of a device:
             those with the most attention, which is computed from all keys. 1 reads all.
         ends: Tier of embeddings and head. On the "disk" the head is read in tiles after the layers of each sweep, and

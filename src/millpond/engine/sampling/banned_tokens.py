@@ -11,6 +11,7 @@ from torch import Tensor
 
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError
+from millpond.kernels.transfers import on_device
 
 #: Most tokens of a bad word.
 MAX_WORD_TOKENS = 64
@@ -72,7 +73,7 @@ class Bans:
             n_tokens: Number of all its tokens.
         """
         if self.others is not None:
-            row[: len(self.others)].masked_fill_(self.others.to(row.device), float("-inf"))
+            row[: len(self.others)].masked_fill_(on_device(self.others, row.device), float("-inf"))
             row[len(self.others) :] = float("-inf")
         banned = [self.early] if n_tokens < self.min_tokens else []
         followers = [
@@ -80,7 +81,9 @@ class Bans:
         ]
         for ids in (*banned, self.never, _ids(followers)):
             if len(ids):
-                row[ids[ids < len(row)].to(row.device)] = float("-inf")  # a tokenizer may have more than the model
+                row.index_fill_(
+                    0, on_device(ids[ids < len(row)], row.device), float("-inf")
+                )  # a tokenizer may have more than the model
 
 
 @dataclass(slots=True)

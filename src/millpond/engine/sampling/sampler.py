@@ -1,15 +1,15 @@
 """Choice of the next token of every completion in a batch, from one row of logits each.
 
 It knows nothing of sequences, pages or order: its state is stored by key, so a completion may leave the batch for a
-while and return.
+while and return. A step is launched without the host (`launch`) and read once (`finish`), at any later time; the tokens
+of one step that was not read may be behind it.
 """
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +18,12 @@ from torch import Tensor
 from millpond.engine.grammar.compiler import Constraints, Grammar, Grammars
 from millpond.engine.sampling.banned_tokens import Bans, Forbidden
 from millpond.engine.sampling.params import SamplingParams
-from millpond.engine.sampling.token_choice import Penalties, TokenChoice, choose, draw_key, score_tokens
+from millpond.engine.sampling.penalties import Penalties
+from millpond.engine.sampling.token_choice import TokenChoice, choose, draw_key
+from millpond.engine.sampling.token_scores import TokenScores
 from millpond.errors import MillpondError, NumericsError, OptionError
 from millpond.kernels.decoder_ops import largest
+from millpond.kernels.transfers import ReadBack, on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,25 @@ class Sampled:
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Tokens of one step that the host has not read.
+
+    Attributes:
+        keys: Names of the completions.
+        tokens: Their next tokens, (S,) int64 where the logits are; any token of the vocabulary for a row without a
+            choice.
+        read: On their way to the host: the tokens; which rows have a finite maximum as the model gave them, and which
+            have one after all changes, (S,) bool each; and the scores of the rows `scored`, if there are any.
+        scored: Rows whose log probabilities are requested, and of how many of the likeliest tokens.
+    """
+
+    keys: tuple[Hashable, ...]
+    tokens: Tensor
+    read: ReadBack
+    scored: Mapping[int, int]
 
 
 class BadLogitsError(NumericsError):
@@ -172,6 +194,11 @@ class Sampler:
         state = self._states[key]
         return tuple(state.known[state.step :])
 
+    def needs_host(self, key: Hashable) -> bool:
+        """Return whether the next choice depends on what the host makes of the tokens."""
+        state = self._states[key]
+        return key in self._constraints or key in self._forbidden or state.step < len(state.known)
+
     def stop(self, key: Hashable) -> None:
         """Remove a completion that has ended; an unknown key is no error."""
         self._states.pop(key, None)
@@ -183,7 +210,6 @@ class Sampler:
         """Return the number of completions that have begun and not ended."""
         return len(self._states)
 
-    @torch.inference_mode()
     def __call__(self, keys: Sequence[Hashable], logits: Tensor) -> list[Sampled]:
         """Return the next token of each completion.
 
@@ -195,29 +221,71 @@ class Sampler:
             BadLogitsError: a row has no finite maximum. Nothing has changed; call again without those keys.
             Exception: the same holds for whatever else is raised.
         """
+        return self.finish(self.launch(keys, logits)) if len(keys) else []
+
+    @torch.inference_mode()
+    def launch(self, keys: Sequence[Hashable], logits: Tensor, newest: Tensor | None = None) -> Drawn:
+        """Launch the choice of the next token of each completion, without a wait.
+
+        No completion changes until `finish`; a choice that is never finished leaves no trace. Masks of grammars and
+        bans follow from the tokens that are finished, so that those completions take no `newest`.
+
+        Args:
+            keys: Names of the completions, at least one.
+            logits: (S, V), any float dtype, one row per key; left unchanged.
+            newest: Tokens (S,) int64 of a choice for these keys that is not finished yet, where the logits are; None:
+                all are.
+        """
         assert len(keys) == len(logits), f"{len(keys)} keys, {len(logits)} rows of logits"
-        if not keys:
-            return []
-        states = [self._states[key] for key in keys]
+        device, states = logits.device, [self._states[key] for key in keys]
         max_logits, tokens = largest(logits)
-        reasons = dict.fromkeys(_without_choice(keys, max_logits), _NAN)
+        is_finite = max_logits.isfinite()
+        has_choice = is_finite
         changed = [i for i, (key, state) in enumerate(zip(keys, states, strict=True)) if self._changes(key, state)]
         if changed:
-            rows = torch.tensor(changed, device=logits.device)
+            rows = on_device(torch.tensor(changed), device)
             changed_logits = (logits[rows] if len(changed) < len(states) else logits.clone()).float()
-            tokens[rows] = self._choose(
-                [keys[i] for i in changed], [states[i] for i in changed], changed_logits, tokens[rows], reasons
+            before = None if newest is None else newest[rows]
+            chosen, has_choice_there = self._choose(
+                [keys[i] for i in changed], [states[i] for i in changed], changed_logits, before
             )
-        elif reasons:
+            tokens[rows], has_choice = chosen, has_choice.index_put((rows,), has_choice_there)
+        known = {i: state.known[state.step] for i, state in enumerate(states) if state.step < len(state.known)}
+        if known:
+            places, ids = on_device(torch.tensor([[*known], [*known.values()]]), device)
+            tokens[places] = ids
+        scored = {i: state.params.logprobs for i, state in enumerate(states) if state.params.logprobs is not None}
+        scores = self._scores(logits, tokens, scored) if scored else ()
+        return Drawn(tuple(keys), tokens, ReadBack([tokens, is_finite, has_choice, *scores]), scored)
+
+    def finish(self, drawn: Drawn, keys: Collection[Hashable] | None = None) -> list[Sampled]:
+        """Wait for the tokens of `launch`, and return them in its order.
+
+        Args:
+            drawn: What `launch` returned. Of several, the oldest is finished first.
+            keys: Completions that take their tokens; the others are left out, and stay as they were. None: all.
+
+        Raises:
+            BadLogitsError: a row of theirs has no finite maximum. Nothing has changed; call again without those keys.
+        """
+        tokens, is_finite, has_choice, *scores = drawn.read.wait()
+        kept = [i for i, key in enumerate(drawn.keys) if keys is None or key in keys]
+        reasons: dict[Hashable, MillpondError] = {}
+        for i in kept:
+            if not is_finite[i]:
+                reasons[drawn.keys[i]] = _NAN
+            elif not has_choice[i]:
+                reasons[drawn.keys[i]] = self._why(drawn.keys[i])
+        if reasons:
             raise BadLogitsError(reasons)
         ids: list[int] = tokens.tolist()
-        for i, state in enumerate(states):
-            if state.step < len(state.known):
-                ids[i] = state.known[state.step]
-        sampled = self._with_logprobs(states, logits, ids)
-        for key, error in self._follow(keys, ids).items():
-            row = keys.index(key)
-            sampled[row] = replace(sampled[row], error=error)
+        listed = TokenScores(*scores).listed([*drawn.scored.values()]) if scores else []
+        scored = dict(zip(drawn.scored, listed, strict=True))
+        failed = self._follow([drawn.keys[i] for i in kept], [ids[i] for i in kept])
+        sampled = []
+        for i in kept:
+            logprob, top = scored.get(i, (None, ()))
+            sampled.append(Sampled(ids[i], logprob, top, failed.get(drawn.keys[i])))
         return sampled
 
     def _follow(self, keys: Sequence[Hashable], ids: Sequence[int]) -> dict[Hashable, Exception]:
@@ -242,40 +310,35 @@ class Sampler:
         return key in self._penalties or key in self._constraints or key in self._forbidden
 
     def _choose(
-        self,
-        keys: Sequence[Hashable],
-        states: Sequence[_State],
-        logits: Tensor,
-        tokens: Tensor,
-        reasons: Mapping[Hashable, MillpondError],
-    ) -> Tensor:
+        self, keys: Sequence[Hashable], states: Sequence[_State], logits: Tensor, newest: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return token ids (R,) by penalties, constraints and draws.
+
+        The second result says which rows have a choice, (R,) bool.
 
         Args:
             keys: Names of the completions.
             states: Their states.
             logits: (R, V); may be written.
-            tokens: The likeliest tokens before all that.
-            reasons: Keys without a choice, of these rows or others.
+            newest: See `launch`, (R,).
         """
         if any(map(self._changed, keys)):
-            self._penalties.apply_(keys, logits)
+            self._penalties.apply_(keys, logits, newest)
             self._constraints.apply_(keys, logits)
             self._forbidden.apply_(keys, logits)
-            max_logits, tokens = largest(logits)
-            new_keys = [key for key in _without_choice(keys, max_logits) if key not in reasons]
-            reasons = dict(reasons) | {key: self._why(key, states[keys.index(key)]) for key in new_keys}
-        if reasons:
-            raise BadLogitsError(reasons)
+        max_logits, tokens = largest(logits)
+        has_choice = max_logits.isfinite()
         drawn = [i for i, state in enumerate(states) if state.params.temperature > 0]
         if drawn:
-            drawn_rows = torch.tensor(drawn, device=logits.device)
+            drawn_rows = on_device(torch.tensor(drawn), logits.device)
             rows = logits[drawn_rows] if len(drawn) < len(states) else logits
-            tokens[drawn_rows] = choose(rows, _choice([states[i] for i in drawn], logits.device))
-        return tokens
+            rows = rows.masked_fill_(~has_choice[drawn_rows, None], 0.0)  # so that any token of them can be drawn
+            tokens[drawn_rows] = choose(rows, _choice((states[i] for i in drawn), ahead=newest is not None))
+        return tokens, has_choice
 
-    def _why(self, key: Hashable, state: _State) -> MillpondError:
+    def _why(self, key: Hashable) -> MillpondError:
         """Return why no token is left to choose."""
+        state = self._states[key]
         params = state.params
         bans_text = " and ".join(params.forbids) if key in self._forbidden else ""
         if key in self._constraints:
@@ -287,30 +350,21 @@ class Sampler:
         return OptionError(f"after {state.step} tokens {bans_text} leave no token to choose") if bans_text else _NAN
 
     @staticmethod
-    def _with_logprobs(states: Sequence[_State], logits: Tensor, ids: list[int]) -> list[Sampled]:
-        sampled = [Sampled(token) for token in ids]
-        requested_rows = [i for i, state in enumerate(states) if state.params.logprobs is not None]
-        if requested_rows:
-            rows = (
-                logits
-                if len(requested_rows) == len(states)
-                else logits[torch.tensor(requested_rows, device=logits.device)]
-            )
-            top = [states[i].params.logprobs or 0 for i in requested_rows]
-            for i, (logprob, likeliest) in zip(
-                requested_rows, score_tokens(rows, [ids[i] for i in requested_rows], top), strict=True
-            ):
-                sampled[i] = Sampled(ids[i], logprob, likeliest)
-        return sampled
+    def _scores(logits: Tensor, tokens: Tensor, scored: Mapping[int, int]) -> TokenScores:
+        """Return the scores of the tokens (S,) in the rows `scored`."""
+        if len(scored) < len(logits):
+            rows = on_device(torch.tensor([*scored]), logits.device)
+            logits, tokens = logits[rows], tokens[rows]
+        return TokenScores.of(logits, tokens, alternatives=any(scored.values()))
 
 
-def _without_choice(keys: Sequence[Hashable], max_logits: Tensor) -> list[Hashable]:
-    """Return the keys whose likeliest token has no finite logit (S,)."""
-    return [key for key, logit in zip(keys, max_logits.tolist(), strict=True) if not math.isfinite(logit)]
+def _choice(states: Iterable[_State], *, ahead: bool) -> TokenChoice:
+    """Return the parameters of the rows, with the key of this step's draw.
 
-
-def _choice(states: Iterable[_State], device: torch.device) -> TokenChoice:
-    """Return the parameters of the rows as tensors, with the key of this step's draw."""
+    Args:
+        states: States of the completions.
+        ahead: Whether each has a token that was not finished.
+    """
     rows = [
         (
             state.params.temperature,
@@ -318,16 +372,16 @@ def _choice(states: Iterable[_State], device: torch.device) -> TokenChoice:
             state.params.top_p,
             state.params.min_p,
             state.params.typical_p,
-            draw_key(state.seed, state.index, state.step),
+            draw_key(state.seed, state.index, state.step + ahead),
         )
         for state in states
     ]
     temperature, top_k, top_p, min_p, typical_p, keys = zip(*rows, strict=True)
     return TokenChoice(
-        torch.tensor(temperature, dtype=torch.float32, device=device),
-        torch.tensor(top_k, dtype=torch.long, device=device),
-        torch.tensor(top_p, dtype=torch.float64, device=device),
-        torch.tensor(min_p, dtype=torch.float32, device=device),
-        torch.tensor(typical_p, dtype=torch.float64, device=device),
-        torch.tensor(keys, dtype=torch.long, device=device),
+        torch.tensor(temperature, dtype=torch.float32),
+        torch.tensor(top_k, dtype=torch.long),
+        torch.tensor(top_p, dtype=torch.float64),
+        torch.tensor(min_p, dtype=torch.float32),
+        torch.tensor(typical_p, dtype=torch.float64),
+        torch.tensor(keys, dtype=torch.long),
     )

@@ -1,17 +1,17 @@
-"""Choice of a token from each row: penalties, top-k, top-p, min-p and typical-p, one draw, and log probabilities."""
+"""Choice of a token from each row: top-k, top-p, min-p and typical-p, and one draw, of which no step waits."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from millpond.engine.sampling.params import MAX_LOGPROBS, SamplingParams
-from millpond.kernels.backends import native_for
+from millpond.kernels.backends import gpu_for, native_for
+from millpond.kernels.transfers import on_device
 
 #: Constants of SplitMix64 (Steele, Lea and Flood 2014), as signed numbers: what overflows wraps around.
 _STEP, _FIRST, _SECOND = (n - 2**64 for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -64,7 +64,7 @@ ROWS_AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class TokenChoice:
-    """Parameters of the draw from each row: (S,) each.
+    """Parameters of the draw from each row: (S,) each, on the host.
 
     Attributes:
         temperature: Divisor of the logits, above 0.
@@ -92,6 +92,25 @@ class TokenChoice:
             self.keys[rows],
         )
 
+    def on(self, device: torch.device) -> TokenChoice:
+        """Return the parameters on a device, in one copy."""
+        if device.type == "cpu":
+            return self
+        parts = (self.temperature, self.top_k, self.top_p, self.min_p, self.typical_p, self.keys)
+        bits = torch.stack([t.double().view(torch.int64) if t.is_floating_point() else t for t in parts])
+        moved = on_device(bits, device)
+        return TokenChoice(
+            *(
+                bits_there.view(torch.float64).to(t.dtype) if t.is_floating_point() else bits_there
+                for t, bits_there in zip(parts, moved, strict=True)
+            )
+        )
+
+    @property
+    def is_typical(self) -> Tensor:
+        """Which rows typical-p changes, (S,) bool."""
+        return self.typical_p < 1
+
 
 def draw_key(seed: int, index: int, step: int) -> int:
     """Return 64 random bits, as a signed number, that depend on the three numbers alone.
@@ -116,28 +135,59 @@ def choose(logits: Tensor, choice: TokenChoice) -> Tensor:
         logits: (S, V) float32, each row with a finite maximum.
         choice: Parameters of each row.
     """
-    size = logits.shape[-1]
-    probs = (logits / choice.temperature[:, None].clamp(min=COLDEST)).softmax(-1)  # (S, V)
-    tokens = torch.empty(len(logits), dtype=torch.long, device=logits.device)
-    typical = choice.typical_p < 1
-    ordered = (((choice.top_k > 0) & (choice.top_k < size)) | (choice.top_p < 1)) & ~typical
-    for rows in (part for typical_rows in _rows_of(typical) for part in torch.split(typical_rows, ROWS_AT_ONCE)):
-        row_choice = choice[rows]
-        tokens[rows] = race(_typical(_kept(probs[rows], row_choice), row_choice.typical_p), row_choice.keys)
-    for rows in _rows_of(~(ordered | typical)):
-        kept_probs = probs if len(rows) == len(probs) else probs[rows]
+    device, size = logits.device, logits.shape[-1]
+    coldness = choice.temperature[:, None].clamp(min=COLDEST)
+    probs = (logits / on_device(coldness, device)).softmax(-1)  # (S, V)
+    typical = _rows_of(choice.is_typical)
+    if gpu_for(probs.dtype, device) is not None:
+        return _drawn_in_triton(probs, choice, typical)
+    tokens = torch.empty(len(logits), dtype=torch.long, device=device)
+    ordered = (((choice.top_k > 0) & (choice.top_k < size)) | (choice.top_p < 1)) & ~choice.is_typical
+    for rows, here in _parts_of(typical, device):
+        kept_probs = _of_typical(probs[here], choice[rows])
+        tokens[here] = race(kept_probs, on_device(choice.keys[rows], device))
+    for rows, here in _parts_of(_rows_of(~(ordered | choice.is_typical)), device, len(logits)):
+        kept_probs = probs if len(rows) == len(probs) else probs[here]
         if choice.min_p[rows].any():
-            kept_probs = kept_probs.where(kept_probs >= choice.min_p[rows, None] * kept_probs.amax(-1, keepdim=True), 0)
-        tokens[rows] = race(kept_probs, choice.keys[rows])
-    for rows in _rows_of(ordered):
-        row_probs = probs if len(rows) == len(probs) else probs[rows]
+            min_p = on_device(choice.min_p[rows, None], device)
+            kept_probs = kept_probs.where(kept_probs >= min_p * kept_probs.amax(-1, keepdim=True), 0)
+        tokens[here] = race(kept_probs, on_device(choice.keys[rows], device))
+    for rows, here in _parts_of(_rows_of(ordered), device, len(logits)):
+        row_probs, row_choice = probs if len(rows) == len(probs) else probs[here], choice[rows].on(device)
+        if device.type != "cpu":  # whether some would do is known there alone
+            tokens[here], _ = _choose_sorted(*row_probs.sort(descending=True, stable=True), row_choice)
+            continue
         values, ids = row_probs.topk(min(CANDIDATES, size))  # (R, C)
-        tokens[rows], is_settled = _choose_sorted(values, ids, choice[rows])
-        if size > CANDIDATES:
-            for unsettled in _rows_of(~is_settled):
-                ordering = probs[rows[unsettled]].sort(descending=True, stable=True)
-                tokens[rows[unsettled]], _ = _choose_sorted(ordering.values, ordering.indices, choice[rows[unsettled]])
+        tokens[rows], is_settled = _choose_sorted(values, ids, row_choice)
+        if size > CANDIDATES and not is_settled.all():
+            open_rows = _rows_of(~is_settled)
+            ordering = row_probs[open_rows].sort(descending=True, stable=True)
+            tokens[rows[open_rows]], _ = _choose_sorted(ordering.values, ordering.indices, row_choice[open_rows])
     return tokens
+
+
+def _drawn_in_triton(probs: Tensor, choice: TokenChoice, typical: Tensor) -> Tensor:
+    """Return the tokens of `choose` for probabilities (S, V).
+
+    The rows `typical` are filtered here.
+    """
+    from millpond.kernels.gpu.draw import draw
+
+    there = choice.on(probs.device)
+    top_k, top_p, min_p = there.top_k, there.top_p, there.min_p
+    for rows, here in _parts_of(typical, probs.device):
+        probs[here] = _of_typical(probs[here], choice[rows])
+    if len(typical):
+        is_typical = there.is_typical
+        top_k, top_p, min_p = (
+            torch.where(is_typical, none, given) for given, none in ((top_k, 0), (top_p, 1.0), (min_p, 0.0))
+        )
+    return draw(probs, top_k, top_p, min_p, there.keys)
+
+
+def _of_typical(probs: Tensor, choice: TokenChoice) -> Tensor:
+    """Return the probabilities (R, V) of rows with typical-p, 0 where a token is left out."""
+    return _typical(_kept(probs, choice), on_device(choice.typical_p, probs.device))
 
 
 def _choose_sorted(values: Tensor, ids: Tensor, choice: TokenChoice) -> tuple[Tensor, Tensor]:
@@ -176,7 +226,7 @@ def _kept(probs: Tensor, choice: TokenChoice) -> Tensor:
     """Return the probabilities (R, V), 0 where top-k, top-p and min-p leave a token out."""
     if not (choice.top_k.any() or choice.min_p.any() or (choice.top_p < 1).any()):
         return probs
-    _, min_kept = _min_kept(probs.sort(descending=True).values, choice)
+    _, min_kept = _min_kept(probs.sort(descending=True).values, choice.on(probs.device))
     return probs.where(probs >= min_kept, 0)
 
 
@@ -189,184 +239,36 @@ def _typical(probs: Tensor, mass: Tensor) -> Tensor:
     share = probs.double() / probs.cumsum(-1, dtype=torch.float64)[:, -1:]  # not sum(), whose order may vary with R
     entropy = torch.special.entr(share).cumsum(-1)[:, -1:]
     distance = (-share.log() - entropy).abs()  # (R, V), infinite where p is 0
-    limit = torch.empty_like(entropy)
-    open_rows = torch.arange(len(probs), device=probs.device)
-    for n in dict.fromkeys((min(CANDIDATES, probs.shape[-1]), probs.shape[-1])):
-        nearest = distance[open_rows].topk(n, largest=False)
-        reached = share[open_rows].gather(1, nearest.indices).cumsum(-1)
-        last = (reached < mass[open_rows, None]).sum(-1, keepdim=True)
-        limit[open_rows] = nearest.values.gather(1, last.clamp(max=n - 1))
-        open_rows = open_rows[last[:, 0] >= n]
-        if not len(open_rows):
-            break
+    size = probs.shape[-1]
+    if probs.device.type != "cpu":  # whether a few would do is known there alone
+        limit, _ = _limit(distance, share, mass, size)
+        return probs.where(distance <= limit, 0)
+    limit, is_open = _limit(distance, share, mass, min(CANDIDATES, size))
+    if is_open.any() and size > CANDIDATES:
+        limit[is_open], _ = _limit(distance[is_open], share[is_open], mass[is_open], size)
     return probs.where(distance <= limit, 0)
 
 
-def _rows_of(mask: Tensor) -> tuple[Tensor, ...]:
-    """Return the rows where the mask holds, or nothing: to be looped over once or not at all."""
-    rows = mask.nonzero()[:, 0]
-    return (rows,) if len(rows) else ()
+def _limit(distance: Tensor, share: Tensor, mass: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Return the distance (R, 1) within which the nearest tokens reach `mass` (R,).
 
-
-_FEWEST_ROWS, _FEWEST_COLUMNS = 4, 64
-
-
-@dataclass(slots=True)
-class _Counted:
-    """One completion with penalties.
-
-    Attributes:
-        params: Its penalties.
-        row: Its row of the counts.
-        columns: Column of each token that is counted there.
+    The second result says where `n` of them do not, (R,) bool.
     """
+    nearest = distance.topk(n, largest=False)
+    reached = share.gather(1, nearest.indices).cumsum(-1)
+    last = (reached < mass[:, None]).sum(-1, keepdim=True)
+    return nearest.values.gather(1, last.clamp(max=n - 1)), last[:, 0] >= n
 
-    params: SamplingParams
-    row: int
-    columns: dict[int, int]
+
+def _rows_of(mask: Tensor) -> Tensor:
+    """Return the rows where a mask (S,) of the host holds, (n,) int64."""
+    return mask.nonzero()[:, 0]
 
 
-class Penalties:
-    """Penalties and logit biases of every completion that has any.
+def _parts_of(rows: Tensor, device: torch.device, n: int = ROWS_AT_ONCE) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield at most `n` of the rows (m,) at a time, on the host and on a device.
 
-    With c_j the occurrences of token j in the answer so far, logit l_j becomes (in this order)
-    l_j / repetition if positive, else l_j * repetition, where j is in prompt or answer (Keskar et al. 2019, sec. 4.1);
-    l_j - frequency * c_j - presence * [c_j > 0]; l_j + bias_j.
-
-    Only tokens that have been seen take memory and time, not the whole vocabulary.
+    Nothing comes where there are none.
     """
-
-    def __init__(self) -> None:
-        self._counted: dict[Hashable, _Counted] = {}
-        self._biases: dict[Hashable, tuple[Tensor, Tensor]] = {}
-        self._free: list[int] = []
-        self._tokens = torch.empty(0, 0, dtype=torch.long)  # (rows, columns)
-        self._counts = torch.empty(0, 0, dtype=torch.int32)  # in the answer; 0: in the prompt alone
-
-    @property
-    def counts_bytes(self) -> int:
-        """Bytes of the counts that are held now."""
-        return self._tokens.nbytes + self._counts.nbytes
-
-    def start(self, key: Hashable, params: SamplingParams, prompt: Sequence[int]) -> None:
-        """Add a completion; one that has neither penalties nor biases costs nothing."""
-        if params.logit_bias:
-            values = torch.tensor([*params.logit_bias.values()], dtype=torch.float32)
-            self._biases[key] = torch.tensor([*params.logit_bias]), values
-        if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
-            seen = list(dict.fromkeys(prompt)) if params.repetition_penalty != 1 else []
-            self._make_room(len(self._counted) + 1, len(seen))
-            row = self._free.pop()
-            self._tokens[row, : len(seen)] = torch.tensor(seen, dtype=torch.long, device=self._tokens.device)
-            self._counts[row] = 0
-            self._counted[key] = _Counted(params, row, {token: column for column, token in enumerate(seen)})
-
-    def stop(self, key: Hashable) -> None:
-        """Remove a completion; its row of counts is free again."""
-        self._biases.pop(key, None)
-        stopped = self._counted.pop(key, None)
-        if stopped is not None:
-            self._free.append(stopped.row)
-        if not self._counted:
-            self._tokens, self._counts, self._free = self._tokens[:0, :0].clone(), self._counts[:0, :0].clone(), []
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._counted or key in self._biases
-
-    def apply_(self, keys: Sequence[Hashable], logits: Tensor) -> None:
-        """Change the logits (S, V), float32, in place; rows of other keys stay unchanged."""
-        counted = [(i, self._counted[key]) for i, key in enumerate(keys) if key in self._counted]
-        if counted:
-            self._penalise_(counted, logits)
-        for i, key in enumerate(keys):
-            if key in self._biases:
-                ids, values = self._biases[key]
-                logits[i, ids.to(logits.device)] += values.to(logits.device)
-
-    def count(self, keys: Sequence[Hashable], tokens: Sequence[int]) -> None:
-        """Record the tokens that were chosen, one per key."""
-        cells = []
-        for key, token in zip(keys, tokens, strict=True):
-            if key in self._counted:
-                state = self._counted[key]
-                cells.append((state.row, state.columns.setdefault(token, len(state.columns)), token))
-        if cells:
-            self._make_room(0, 1 + max(column for _, column, _ in cells))
-            row, column, token_ids = torch.tensor(cells, device=self._tokens.device).unbind(1)
-            self._tokens[row, column] = token_ids
-            self._counts[row, column] += 1
-
-    def _penalise_(self, counted: Sequence[tuple[int, _Counted]], logits: Tensor) -> None:
-        device = logits.device
-        self._tokens, self._counts = self._tokens.to(device), self._counts.to(device)
-        row_values = [
-            (
-                i,
-                counted_row.row,
-                len(counted_row.columns),
-                counted_row.params.repetition_penalty,
-                counted_row.params.frequency_penalty,
-                counted_row.params.presence_penalty,
-            )
-            for i, counted_row in counted
-        ]
-        logit_row, row, n_seen, repetition, frequency, presence = (
-            torch.tensor(row_values, dtype=torch.float64).to(device).T
-        )
-        width = max(len(state.columns) for _, state in counted)
-        rank, column = (torch.arange(width, device=device) < n_seen[:, None]).nonzero().unbind(1)  # of all seen tokens
-        logit_index, count_row = logit_row.long()[rank], row.long()[rank]
-        token, count = self._tokens[count_row, column], self._counts[count_row, column]
-        repetition, frequency, presence = (penalty.float()[rank] for penalty in (repetition, frequency, presence))
-        value = logits[logit_index, token]
-        value = torch.where(value > 0, value / repetition, value * repetition)
-        logits[logit_index, token] = value - frequency * count - presence * (count > 0)
-
-    def _make_room(self, rows: int, columns: int) -> None:
-        """Double the rows and columns where there are fewer than needed."""
-        num_rows, num_columns = self._tokens.shape
-        if rows > num_rows or columns > num_columns:
-            new_rows = num_rows if rows <= num_rows else max(_FEWEST_ROWS, 2 * num_rows)
-            new_columns = num_columns if columns <= num_columns else max(_FEWEST_COLUMNS, 2 * num_columns, columns)
-            tokens, counts = (
-                self._tokens.new_zeros(new_rows, new_columns),
-                self._counts.new_zeros(new_rows, new_columns),
-            )
-            tokens[:num_rows, :num_columns], counts[:num_rows, :num_columns] = self._tokens, self._counts
-            self._tokens, self._counts = tokens, counts
-            self._free += range(num_rows, new_rows)
-
-
-#: A log probability, and the likeliest tokens with theirs, the likeliest first.
-Scored = tuple[float, tuple[tuple[int, float], ...]]
-
-_ROWS_AT_ONCE = 64
-
-
-def score_tokens(logits: Tensor, tokens: Sequence[int], top: Sequence[int]) -> list[Scored]:
-    """Return the log probability of each token in its row, and of the `top` likeliest there.
-
-    For the tokens of a prompt: row t of the logits that the prompt gives scores the prompt's token t + 1.
-
-    Args:
-        logits: (T, V), any float dtype; computed in float32, some rows at a time.
-        tokens: One token per row.
-        top: Number of the likeliest tokens, one per row.
-    """
-    scored: list[Scored] = []
-    for start in range(0, len(tokens), _ROWS_AT_ONCE):
-        block = slice(start, start + _ROWS_AT_ONCE)
-        scored += _score_block(logits[block].log_softmax(-1, dtype=torch.float32), tokens[block], top[block])
-    return scored
-
-
-def _score_block(logprobs: Tensor, tokens: Sequence[int], top: Sequence[int]) -> list[Scored]:
-    token_logprobs = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
-    if not any(top):
-        return [(logprob, ()) for logprob in token_logprobs]
-    top_logprobs = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]))  # fixed, so that ties fall alike in any batch
-    likeliest = [
-        tuple(sorted(zip(ids, row_logprobs, strict=True), key=lambda pair: (-pair[1], pair[0])))
-        for ids, row_logprobs in zip(top_logprobs.indices.tolist(), top_logprobs.values.tolist(), strict=True)
-    ]
-    return [(logprob, candidates[:n]) for logprob, candidates, n in zip(token_logprobs, likeliest, top, strict=True)]
+    for part in torch.split(rows, n) if len(rows) else ():
+        yield part, on_device(part, device)

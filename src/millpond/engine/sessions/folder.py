@@ -288,7 +288,7 @@ class SessionFolder:
             yield
 
     def _read_secret(self) -> bytes:
-        """Return the folder's secret, made where there is none, or a torn one.
+        """Return the folder's secret, made if there is none, or a torn one.
 
         The turns of a torn one are found no more.
 

@@ -48,8 +48,8 @@ class LoadedTurn:
     """Longest stored turn that a request continues, once it was read and checked.
 
     Attributes:
-        place: Its name; None where there is none.
-        turn: The turn; None where there is none.
+        place: Its name; None if there is none.
+        turn: The turn; None if there is none.
         decoded: What it holds, of a turn in codes.
         kept: What later codes go on from of a turn of a method that evicts; the turn holds entries again.
     """

@@ -46,7 +46,7 @@ class WriteQueue(Generic[T]):
         return not self._closed and self.nbytes + n_bytes <= self._limit
 
     def put(self, item: T, n_bytes: int) -> bool:
-        """Write an item later; return False where it is not taken, since too many wait.
+        """Queue an item for writing; return False if too many bytes wait already.
 
         Never waits for the disk.
         """
@@ -96,7 +96,7 @@ MAX_LOADING = 256 << 20
 DEFAULT_DISK = "20GiB"
 
 
-#: Makes of a turn the one that is stored, in the thread that writes it or in that of its first reader.
+#: Converts a turn to its stored form, in the thread that writes it or in the thread that reads it first.
 Finish = Callable[[StoredTurn], StoredTurn]
 
 
@@ -106,7 +106,7 @@ class _Waiting:
     Args:
         place: Its name.
         turn: The turn.
-        finish: Makes of it the one that is stored.
+        finish: Converts it to its stored form; None: it is stored as it is.
 
     Attributes:
         place: Its name.
@@ -119,7 +119,7 @@ class _Waiting:
         self._turn, self._finish, self._lock = turn, finish, threading.Lock()
 
     def turn(self) -> StoredTurn:
-        """Return the turn as it is stored, which is made once."""
+        """Return the turn in its stored form, which is made once."""
         with self._lock:
             if self._finish is not None:
                 self._turn, self._finish = self._finish(self._turn), None
@@ -137,7 +137,7 @@ class SessionStore:
 
     Raises:
         OptionError: the folder cannot be used.
-        BudgetError: no amount of bytes.
+        BudgetError: `disk` is not an amount of bytes.
     """
 
     def __init__(
@@ -193,9 +193,9 @@ class SessionStore:
         return self._files.size_of(place) if waiting is None else waiting.nbytes
 
     def read(self, place: TurnPlace, ids: np.ndarray, max_bytes: int | None = None) -> StoredTurn | None:
-        """Return a turn that is stored or waits to be written; None where there is none.
+        """Return a turn that is stored or waits to be written; None if there is none.
 
-        One that is torn is removed.
+        A torn file is removed.
 
         Args:
             place: Name of the turn.
@@ -217,15 +217,15 @@ class SessionStore:
             return None
 
     def put(self, salt: str | None, scope: str, turn: StoredTurn, finish: Finish | None = None) -> bool:
-        """Store a turn, in a thread of its own; return False where it is not taken.
+        """Store a turn, in another thread; return False if it is not accepted.
 
-        A stored one stays, except where spans were forgotten, which its name does not tell.
+        A turn that is stored already stays, unless spans were forgotten, since its name does not show that.
 
         Args:
             salt: Salt of the request.
             scope: Name of the turns of a model.
             turn: The turn.
-            finish: Makes of it the one that is stored, once, in another thread; None: it is stored as it is.
+            finish: Converts it to its stored form, once, in another thread; None: it is stored as it is.
         """
         (place,) = places(self._files.secret, self._salt(salt), scope, turn.ids, [len(turn.ids)])
         with self._lock:
@@ -241,14 +241,14 @@ class SessionStore:
             return True
 
     def has_room(self, n_bytes: int) -> bool:
-        """Return whether a turn of `n_bytes` would be taken now; else it is counted as dropped."""
+        """Return whether a turn of `n_bytes` would be accepted now; if not, count it as dropped."""
         if self._files.fits(n_bytes) and self._queue.has_room(n_bytes):
             return True
         self.counts["dropped"] += 1
         return False
 
     def load_failed(self) -> None:
-        """Count a failed read whose reason is not in the files."""
+        """Count a failed read that the files did not cause."""
         self._files.counts["read_failures"] += 1
 
     def refuse(self, place: TurnPlace) -> None:
@@ -308,7 +308,7 @@ class SessionStore:
             if waiting.wanted:
                 written = self._files.write(place, waiting.turn().to_bytes(place), self._lock, lambda: waiting.wanted)
                 self.counts["stored"] += written
-        except Exception:  # it cannot be made bytes: it alone is lost
+        except Exception:  # it cannot be serialized: only this turn is lost
             self._files.counts["write_failures"] += 1
         finally:
             with self._lock:

@@ -10,6 +10,7 @@ from typing import Literal
 from millpond.engine.components import Components
 from millpond.engine.request import Request
 from millpond.engine.request_ends import RequestEnds
+from millpond.engine.request_state import RequestState
 from millpond.engine.request_table import RequestTable
 from millpond.engine.transfer.request_transfer import Arrival, RequestTransfer
 from millpond.errors import OptionError
@@ -30,10 +31,15 @@ class MovingRequests:
     _requests: RequestTable
     _ends: RequestEnds
     _transfer: RequestTransfer
+    _changed_outside_step: list[RequestState]
     on_transfer: Callable[[Direction, str, int, float], None] | None = None
 
     def _take_stats(self) -> None:
         """Take note of the figures after a change."""
+        raise NotImplementedError
+
+    def _settle(self) -> None:
+        """Read the tokens that are on the way, so that answers and caches belong together."""
         raise NotImplementedError
 
     def export_request(self, request_id: str) -> bytes:
@@ -69,11 +75,13 @@ class MovingRequests:
             OptionError, PoolFullError, DataError: see `export_request`.
         """
         began = time.perf_counter()
+        self._settle()
         state = self._requests.get(request_id)
         if state is None or state.scheduled.is_shared_prefix:
             raise OptionError(f"no request {request_id!r} is in flight; it has ended, or was never added")
         data = self._transfer.to_bytes(state)
         self._ends.release_exported(state)
+        self._changed_outside_step = [one for one in self._changed_outside_step if one is not state]
         if not self._requests:
             self._parts.trim()
         self._take_stats()
@@ -105,6 +113,7 @@ class MovingRequests:
         Raises:
             OptionError: see `checkpoint`.
         """
+        self._settle()
         state = self._requests.get(request_id)
         if (
             state is None

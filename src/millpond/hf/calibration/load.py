@@ -29,7 +29,7 @@ def loaded(source: CalibrationSource) -> Calibration | None:
     """Return a calibration as it is, or from its file.
 
     Raises:
-        DataError: the file cannot be read, or is none.
+        DataError: the file cannot be read, or is not a calibration.
     """
     return source if source is None or isinstance(source, Calibration) else load_calibration(source)
 

@@ -1,4 +1,4 @@
-"""Slots of pages in plain torch: reading, writing and copying them, by threads that do not compute."""
+"""Slots of pages in plain torch: reads, writes and copies, also for threads that only move pages."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def write(regions: PageRegions, rows: EntryRows) -> None:
 
 
 Rows = npt.NDArray[np.integer[Any]]
-#: Widths in bytes of the numbers in which rows are copied, the widest first.
+#: Number types in which rows are copied, with their widths in bytes, the widest first.
 _WIDTHS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 

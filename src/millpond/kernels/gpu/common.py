@@ -15,8 +15,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.errors import TritonError
 
 from millpond.errors import OptionError
+from millpond.kernels.card import Card
 from millpond.kernels.decode_rules import Reduce
 from millpond.kernels.packed.layout import PackedArrays
 from millpond.kernels.pages import PageArrays
@@ -109,15 +111,32 @@ def logit2(product, scale, softcap, HAS_CAP: tl.constexpr):
 
 
 def on_its_device(op: Callable[P, R]) -> Callable[P, R]:
-    """Run `op` with its first argument's device current: Triton launches on no other."""
+    """Run `op` with its first argument's device current: Triton launches on no other.
+
+    Raises:
+        OptionError: one of its kernels does not compile there, or takes more of a resource than the device has.
+    """
 
     @wraps(op)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         device: torch.device = next(iter((*args, *kwargs.values()))).device  # type: ignore[attr-defined]
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            return op(*args, **kwargs)
+            try:
+                return op(*args, **kwargs)
+            except TritonError as error:
+                raise _not_compiled(f"{op.__module__}.{op.__name__}", device, error) from error
 
     return run
+
+
+def _not_compiled(op: str, device: torch.device, error: Exception) -> OptionError:
+    """Return the error of a kernel that a device does not take: nothing else replaces it."""
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    where = str(Card.of(device)) if device.type == "cuda" else "the interpreter of Triton"
+    return OptionError(
+        f"{op}: its kernel does not compile for {where} with Triton {triton.__version__} ({reason}); "
+        "MILLPOND_KERNELS=reference runs torch's operators in place of all kernels, slower"
+    )
 
 
 def check(device: torch.device, *dtypes: torch.dtype) -> None:

@@ -204,7 +204,7 @@ def _chances(attention: Tensor, against: Tensor) -> Tensor:
 
 
 def _against(rule: MergeRule, e: MergeColumns, attention: Tensor, keep: Tensor, reach: Tensor) -> Tensor:
-    """Return (R, N) or (R, 1): A, given the attention of entries, 0 where there is none."""
+    """Return (R, N) or (R, 1): A, given the attention of entries, 0 if there is none."""
     if rule.over is Over.MAX:
         return attention.masked_fill(~keep, 0).amax(1, keepdim=True)
     if rule.over is Over.RECENT:

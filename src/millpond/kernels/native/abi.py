@@ -286,7 +286,7 @@ def _run_struct(
     Args:
         q: Queries (S, Hq, key_dim).
         of: Sequences that share, pages, table and lens of the entries.
-        found: Address and dtype of the output elsewhere, and address of its log-sum-exp; zeros where there is none.
+        found: Address and dtype of the output elsewhere, and address of its log-sum-exp; zeros if there is none.
         numbers: Scale and softcap.
     """
     members, pages, table, lens = of

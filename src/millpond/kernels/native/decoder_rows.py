@@ -334,7 +334,7 @@ def largest(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 COUNT = Struct("=q").pack
-#: in place of the struct of packed regions, where there are none
+#: in place of the struct of packed regions, if there are none
 NOT_PACKED = bytes(PACKED_BYTES)
 
 

@@ -85,9 +85,9 @@ class Rope:
 
 
 def pairs_of(turn: Turn, dim: int, device: torch.device) -> Tensor:
-    """Return pairs of channels that turn together, (n, 2) int32, by turning each alone.
+    """Return pairs of channels that turn together, (n, 2) int32.
 
-    The first of a pair is the lower one.
+    They are found by turning each channel alone; the lower one comes first.
     """
     alone = torch.eye(dim, device=device)[None, None]
     turned = turn(alone, torch.ones(1, dim, dtype=torch.int64, device=device))[0, 0].float().cpu()
@@ -126,8 +126,8 @@ class PackedRegions:
         rope: Keys are stored before RoPE, and turned by it to the positions of their slots when they are read; `write`
             takes them, and `read` and `decode` see them, after RoPE. None: they are stored as they are. It must know
             all positions. Scales of such keys are one per channel: `fixed`, or of the slots of a group.
-        known: Facts about these regions that an implementation has computed, to be reused at later steps. An object
-            whose tensors others replace has none.
+        known: Facts about these regions that an implementation has computed, to be reused at later steps. A copy with
+            other tensors starts without any.
     """
 
     pages: PackedArrays
@@ -179,9 +179,9 @@ class PackedRegions:
         """
         layout = self.pages.layout
         if self.table.shape[0] != n_regions:
-            raise OptionError(f"{self.table.shape[0]} packed regions for {n_regions} plain ones")
+            raise OptionError(f"{self.table.shape[0]} packed regions for {n_regions} plain ones; give one for each")
         if self.rope is not None and not (layout.key.per_channel and self.channels is None and self.balance is None):
-            raise OptionError("keys are stored before RoPE with scales per channel only, in all channels, unbalanced")
+            raise OptionError("rope= needs scales per channel, all channels and no balance; leave rope= out")
         for tensor in (self.key_scales, self.key_zeros):
             if layout.key.fixed != (tensor is not None):
                 need = "needs" if layout.key.fixed else "takes no"

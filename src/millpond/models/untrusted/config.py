@@ -124,7 +124,7 @@ def check_templates(tokenizer: Any, folder: str) -> None:
         folder: Folder that it came from, for errors.
 
     Raises:
-        DataError: one of them does, or is none.
+        DataError: a template does, or is not a template.
     """
     templates = getattr(tokenizer, "chat_template", None) or {}
     for name, template in templates.items() if isinstance(templates, dict) else [("default", templates)]:

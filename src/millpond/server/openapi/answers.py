@@ -30,7 +30,7 @@ class ErrorDetails(Described):
 
 
 class ErrorAnswer(Described):
-    """Every error, whatever its status."""
+    """An error, with any status."""
 
     error: ErrorDetails
 
@@ -58,7 +58,7 @@ class KeptFigures(Described):
 
 
 class AnswerFigures(KeptFigures):
-    """The same of a whole answer, and seconds since it arrived; null: it never came so far."""
+    """Figures of a whole answer, and seconds since it arrived; null if it never got to that point."""
 
     queue_s: float | None
     first_token_s: float | None
@@ -66,7 +66,7 @@ class AnswerFigures(KeptFigures):
 
 
 class ChoiceFigures(Described):
-    """The true reason of one answer's end, and what its cache held."""
+    """The true reason why one answer ended, and what its cache held."""
 
     finish_reason: Literal["stop", "length", "cancelled", "deadline", "error"]
     stop_reason: str | int | None
@@ -94,7 +94,7 @@ class TokenScore(Described):
 
 
 class TokenScores(TokenScore):
-    """A token of an answer, and the likeliest in its place."""
+    """A token of an answer, and the likeliest tokens in its place."""
 
     top_logprobs: list[TokenScore]
 
@@ -103,13 +103,13 @@ Reason = Literal["stop", "length", "tool_calls"]
 
 
 class CachedTokens(Described):
-    """Tokens of the prompt that others had read."""
+    """Tokens of the prompt that came from the cache of earlier requests."""
 
     cached_tokens: int
 
 
 class Usage(Described):
-    """The numbers of an answer."""
+    """Token counts of an answer, and figures of its cache."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -119,7 +119,7 @@ class Usage(Described):
 
 
 class Scores(Described):
-    """Log probabilities in parallel lists; null where a token has nothing before it."""
+    """Log probabilities in parallel lists; null for a token with nothing before it."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -128,7 +128,7 @@ class Scores(Described):
 
 
 class CompletionChoice(Described):
-    """One text; in a stream what is new of it, with the reason in its last piece."""
+    """One text; in a stream its next piece, and in its last piece the reason why it ended."""
 
     index: int
     text: str
@@ -150,7 +150,7 @@ class Completion(Described):
 
 
 class PromptProgress(Described):
-    """How far a prompt is read: tokens, those among them that were not computed for it, and milliseconds."""
+    """How far a prompt is read: its tokens, how many of them came from a cache, and milliseconds."""
 
     index: int
     total: int
@@ -160,7 +160,7 @@ class PromptProgress(Described):
 
 
 class CompletionChunk(Described):
-    """A piece of one text; the last chunk has numbers and no choice, the first ones progress, where requested."""
+    """A piece of one text; the last chunk has usage and no choice, the first ones progress, if requested."""
 
     id: str
     object: Literal["text_completion"]
@@ -179,7 +179,7 @@ class ChatScores(Described):
 
 
 class SentFunction(Described):
-    """What is called, and the JSON of what it is called with."""
+    """The function that is called, and the JSON of its arguments."""
 
     name: str
     arguments: str
@@ -224,14 +224,14 @@ class Chat(Described):
 
 
 class FunctionDelta(Described):
-    """More of a call."""
+    """The next piece of a call."""
 
     name: str | None = None
     arguments: str | None = None
 
 
 class CallDelta(Described):
-    """More of the call of this number."""
+    """The next piece of the call with this number."""
 
     index: int
     id: str | None = None
@@ -240,7 +240,7 @@ class CallDelta(Described):
 
 
 class ChatDelta(Described):
-    """What is new in a message."""
+    """The next piece of a message."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -248,7 +248,7 @@ class ChatDelta(Described):
 
 
 class ChatChunkChoice(Described):
-    """What is new in one message, or the reason of its end."""
+    """The next piece of one message, or the reason why it ended."""
 
     index: int
     delta: ChatDelta
@@ -258,7 +258,7 @@ class ChatChunkChoice(Described):
 
 
 class ChatChunk(Described):
-    """A piece of one message; the last chunk has numbers and no choice, the first ones progress, where requested."""
+    """A piece of one message; the last chunk has usage and no choice, the first ones progress, if requested."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -307,19 +307,19 @@ OutputItem = Annotated[OutputMessage | OutputCall, Field(discriminator="type")]
 
 
 class InputTokens(CachedTokens):
-    """Tokens of the prompt that others had read."""
+    """Tokens of the prompt that came from the cache of earlier requests."""
 
     cache_write_tokens: Literal[0]
 
 
 class OutputTokens(Described):
-    """No tokens are hidden."""
+    """Details of the tokens of an answer; none are hidden."""
 
     reasoning_tokens: Literal[0]
 
 
 class ResponseUsage(Described):
-    """The numbers of a response."""
+    """Token counts of a response."""
 
     input_tokens: int
     input_tokens_details: InputTokens
@@ -330,7 +330,7 @@ class ResponseUsage(Described):
 
 
 class FailedResponse(Described):
-    """Why a response failed in its stream; code is one of OpenAI's few."""
+    """Why a response failed in its stream; `code` is one of OpenAI's codes."""
 
     message: str
     type: str
@@ -345,7 +345,7 @@ class IncompleteDetails(Described):
 
 
 class TextFormatOf(Described):
-    """What the text had to follow."""
+    """The format that the text had to follow."""
 
     format: Annotated[TextFormat | ObjectFormat | NamedSchema, Field(discriminator="type")]
 
@@ -387,7 +387,7 @@ class Numbered(Described):
 
 
 class OfResponse(Numbered):
-    """The response as far as it has come."""
+    """The response so far."""
 
     type: Literal[
         "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"
@@ -396,7 +396,7 @@ class OfResponse(Numbered):
 
 
 class OfItem(Numbered):
-    """A message or a call begins, or is whole."""
+    """A message or a call begins, or is complete."""
 
     type: Literal["response.output_item.added", "response.output_item.done"]
     output_index: int
@@ -412,7 +412,7 @@ class InPart(Numbered):
 
 
 class OfPart(InPart):
-    """The text begins, or is whole."""
+    """A text begins, or is complete."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
     part: OutputText
@@ -435,7 +435,7 @@ class TextDone(InPart):
 
 
 class ArgumentsDelta(Numbered):
-    """More of the JSON of a call's arguments."""
+    """The next piece of the JSON of a call's arguments."""
 
     type: Literal["response.function_call_arguments.delta"]
     item_id: str
@@ -444,7 +444,7 @@ class ArgumentsDelta(Numbered):
 
 
 class ArgumentsDone(Numbered):
-    """All of it."""
+    """The complete JSON of a call's arguments."""
 
     type: Literal["response.function_call_arguments.done"]
     item_id: str

@@ -19,19 +19,19 @@ _VERSION = "3.2.0"
 _REF = "#/components/schemas/{model}"
 #: Why an error comes, by its status.
 _REASONS = {
-    400: "The request is not as it must be; `param` and `message` say where, and what to do.",
+    400: "The request is invalid; `param` and `message` say where, and what to do.",
     401: "No API key, or an unknown one.",
     403: "A better priority than this client may ask for, or a key that is not the operator's.",
     404: "No such model, or no such request.",
-    408: "Time was up: that of the body, or that of the request before its first token.",
+    408: "The body, or the first token, did not come within its time limit.",
     409: "Another worker is being drained.",
     411: "The length of the body must be known.",
     413: "The body is too long, or has too many values.",
-    421: "The request names another host.",
-    422: "The request is valid but can never be served: its budget, or more memory than there is.",
+    421: "The request names a host that is not allowed.",
+    422: "The request is valid but can never be served: an impossible budget, or more memory than there is.",
     429: "Too many prompts wait.",
     500: "The server or its engine failed.",
-    503: "New requests are refused now: the server shuts down, its engine hangs, or too many bytes are in flight.",
+    503: "New requests are refused: the server shuts down, its engine hangs, or too many bytes are in flight.",
 }
 #: Of every route.
 _ALWAYS = (408, 411, 413, 421, 500, 503)

@@ -10,7 +10,7 @@ from millpond.server.openapi.answers import ChoiceFigures, Described
 
 
 class ModelCache(Described):
-    """How a model's caches are kept where a request says nothing, and what else a request can say."""
+    """How a model's caches are kept by default, and what a request can choose instead."""
 
     context_length: int
     methods: list[str]
@@ -26,7 +26,7 @@ class ModelCache(Described):
 
 
 class ServedModel(Described):
-    """The model, in the words of OpenAI and of Anthropic."""
+    """The model, with the fields of OpenAI and of Anthropic."""
 
     id: str
     object: Literal["model"]
@@ -49,8 +49,8 @@ class ServedModels(Described):
 
 
 class Health(Described):
-    """Whether new requests are admitted; with a reason where the engine does not answer, and, of a server over several
-    workers, how many take requests, by role."""
+    """Whether new requests are accepted, and the reason if the engine does not answer; with several workers also how
+    many accept requests, by role."""
 
     status: Literal["ok", "shutting down", "stalled"]
     reason: str | None = None
@@ -102,7 +102,7 @@ class SessionsDeleted(Described):
 
 
 class MemoryOfLayer(Described):
-    """Per token: its text (from `since` on), the share of heads that keep it, and its mean score; and what is held."""
+    """For each token its text (from `since` on), the share of heads that keep it, and its mean score; and totals."""
 
     layer: int
     n_layers: int
@@ -120,7 +120,7 @@ class MemoryOfLayer(Described):
 
 
 class ClusterWorker(Described):
-    """A worker; numbers of its engine are missing while it starts."""
+    """A worker; the figures of its engine are missing while it starts."""
 
     name: str
     role: str
@@ -156,7 +156,7 @@ class ClusterWorkers(Described):
 
 
 class WorkerDrained(Described):
-    """A worker that has ended, and what became of its requests."""
+    """A worker that has ended, and how many of its requests moved or were replayed."""
 
     worker: str
     moved: int
@@ -178,7 +178,7 @@ class InfillTimings(Described):
 
 
 class Infilled(Described):
-    """A text in the middle, or the end of its stream; with `response_fields` these alone, each under its path."""
+    """A text in the middle, or the end of its stream; with `response_fields` only these, each under its path."""
 
     model_config = ConfigDict(
         json_schema_extra={"required": [], "additionalProperties": True}  # which fields come is the client's choice
@@ -201,7 +201,7 @@ class Infilled(Described):
 
 
 class InfillChunk(Described):
-    """More of the text."""
+    """The next piece of the text."""
 
     model_config = ConfigDict(json_schema_extra={"required": [], "additionalProperties": True})
 

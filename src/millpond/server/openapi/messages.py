@@ -12,7 +12,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "mod
 
 
 class AnthropicErrorDetails(Described):
-    """What went wrong: a word for a program, and a message for a person."""
+    """The error: its type for a program, and a message for a person."""
 
     type: Literal[
         "invalid_request_error",
@@ -29,7 +29,7 @@ class AnthropicErrorDetails(Described):
 
 
 class AnthropicErrorAnswer(Described):
-    """Every error of these routes, whatever its status; the last event of a stream that fails."""
+    """An error of these routes, with any status; also the last event of a stream that fails."""
 
     type: Literal["error"]
     error: AnthropicErrorDetails
@@ -37,14 +37,14 @@ class AnthropicErrorAnswer(Described):
 
 
 class SentText(Described):
-    """Text; empty where a stream begins it."""
+    """A text; empty at the beginning of a stream."""
 
     type: Literal["text"]
     text: str
 
 
 class SentToolUse(Described):
-    """A call of a tool; a stream begins it without its input."""
+    """A call of a tool; at the beginning of a stream without its input."""
 
     type: Literal["tool_use"]
     id: str
@@ -53,7 +53,7 @@ class SentToolUse(Described):
 
 
 class MessageUsage(Described):
-    """The numbers of a message; tokens of the prompt that others had read are no input."""
+    """Token counts of a message; tokens of the prompt that came from the cache do not count as input."""
 
     input_tokens: int
     cache_creation_input_tokens: Literal[0]
@@ -63,7 +63,7 @@ class MessageUsage(Described):
 
 
 class SentMessage(Described):
-    """The message; without content and reasons where a stream begins it."""
+    """The message; at the beginning of a stream without content and reason."""
 
     id: str
     type: Literal["message"]
@@ -98,21 +98,21 @@ class BlockStart(Described):
 
 
 class NewText(Described):
-    """More text."""
+    """The next piece of a text."""
 
     type: Literal["text_delta"]
     text: str
 
 
 class NewInput(Described):
-    """More of the JSON of a call's input."""
+    """The next piece of the JSON of a call's input."""
 
     type: Literal["input_json_delta"]
     partial_json: str
 
 
 class BlockDelta(Described):
-    """What is new in a block."""
+    """The next piece of a block."""
 
     type: Literal["content_block_delta"]
     index: int
@@ -134,7 +134,7 @@ class MessageEnd(Described):
 
 
 class MessageDelta(Described):
-    """The end of a message, and its numbers."""
+    """The end of a message, and its usage."""
 
     type: Literal["message_delta"]
     delta: MessageEnd
@@ -149,7 +149,7 @@ class MessageStop(Described):
 
 
 class CountedTokens(Described):
-    """Tokens that the model would read."""
+    """Number of tokens that the model would read."""
 
     input_tokens: int
 

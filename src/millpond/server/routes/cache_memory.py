@@ -27,15 +27,15 @@ def routes(service: Service) -> APIRouter:
     ) -> dict[str, Any] | Response:
         """Per token of prompt and answer: the share of a layer's heads that hold it, and its mean score.
 
-        For a request that runs, and for one that was sent with `millpond: {"watch": true}` and ended lately. 204
-        without a body: it waits and holds nothing. Requests of other clients are not found.
+        For a request that runs, and for one that was sent with `millpond: {"watch": true}` and ended recently. 204
+        without a body: the request waits and holds nothing. Requests of other clients are not found.
         """
         client = service.clients.of(http).name
         snapshot = await service.llm.memory(request_id, layer, client)
         if snapshot is None and service.admission.under_way.get(request_id) == client:
             return Response(status_code=204)
         if snapshot is None:
-            message = f"nothing is known of a request {request_id!r} of yours: it ended, or there was none"
+            message = f"there is no request {request_id!r} of yours: it has ended, or never existed"
             raise ApiError(404, message, "request_not_found", "request_id")
         return await _shown(service, snapshot, since)
 

@@ -29,7 +29,7 @@ def routes(service: Service, cluster: ServedCluster) -> APIRouter:
     async def workers(http: HttpRequest) -> dict[str, Any]:
         """All workers with their roles, states, requests and bytes, and what was moved, replayed and lost.
 
-        Needs the operator's key, where the server has any keys.
+        Needs the operator's key, if the server has any keys.
         """
         operator.check(http.scope, changes=False)
         return {"workers": [_worker(one) for one in cluster.workers()], **asdict(cluster.figures())}

@@ -43,9 +43,9 @@ def routes(service: Service) -> APIRouter:
 
     @router.get("/health")
     async def health() -> JSONResponse:
-        """Whether new requests are admitted: 200, or 503 while it shuts down, or the engine hangs or ended.
+        """Whether new requests are accepted: 200, or 503 if the server shuts down, or the engine hangs or has ended.
 
-        A server with several workers also says how many take requests, by role; without one in each role: 503.
+        A server with several workers also says how many accept requests, by role; 503 if a role has none.
         """
         llm = service.llm
         roles = {"roles": dict(llm.live())} if isinstance(llm, ServedCluster) else {}
@@ -62,7 +62,7 @@ def routes(service: Service) -> APIRouter:
 
     @router.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        """Everything that is counted, for Prometheus."""
+        """All gauges and counters, for Prometheus."""
         return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     @router.post("/tokenize")

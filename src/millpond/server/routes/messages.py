@@ -30,7 +30,7 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/v1/messages/count_tokens")
     async def count(body: CountTokensBody) -> dict[str, Any]:
-        """How many tokens the model would read of it."""
+        """How many tokens of the conversation the model would read."""
         service.check_model(body.model)
         fields = chat_fields(body, service.tokens.has_template)
         _, ids = await service.tokens.chat(chat_messages(body), fields, use_tools(body))

@@ -28,7 +28,7 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/v1/responses", response_model=None)
     async def respond(body: ResponseBody, http: HttpRequest) -> Response:
-        """The next message, to a text or a conversation; nothing of it is stored."""
+        """The next message after a text or a conversation; nothing of it is stored."""
         return await service.answer(http, await call_of(service, body))
 
     return router

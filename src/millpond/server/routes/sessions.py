@@ -47,7 +47,7 @@ def routes(service: Service) -> APIRouter:
 
     @router.delete("/v1/millpond/sessions/{session_id}")
     async def remove(http: HttpRequest, session_id: SessionId, salt: Salt = None) -> dict[str, Any]:
-        """Remove one of them; those of others are not found."""
+        """Remove one stored turn; the turns of other clients are not found."""
         return await _removed(service, http, salt, session_id)
 
     return router

@@ -134,7 +134,7 @@ class HermesReader(Reader):
                 yield from self._skip(END)
 
     def _alone(self) -> Reading[None]:
-        """Read calls without a mark, as objects or arrays of them, up to what is none.
+        """Read calls without a mark, as objects or arrays of them, up to what is not a call.
 
         Text before them belongs to no call.
         """

@@ -40,7 +40,7 @@ class CallEnds:
 
 @dataclass(frozen=True, slots=True)
 class CallBreaks:
-    """The last call is none, as it turns out: `text` is how the model wrote it."""
+    """The last call turned out not to be one: `text` is how the model wrote it."""
 
     text: str
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parents[4] / "benchmarks" / "gpu"
+sys.path.insert(0, str(FOLDER))
 MACHINE = {"card": "a card", "torch": "2.0"}
 
 
@@ -66,6 +67,17 @@ def test_a_run_goes_on_from_the_rows_that_are_there(tmp_path: Path) -> None:
     assert ran == ["good", "mismatch", "mismatch", "error", "new"]
     runner(path, card="another card").run([noted("good")])
     assert ran[-1] == "good"
+
+
+def test_where_rows_were_measured_is_written_once(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"section": "step", "cell": "old", "card": "an old card"}) + "\n")
+    for card, name in (("a card", "a"), ("a card", "b"), ("another card", "a")):
+        runner(path, card=card).run([cell(name, lambda: {"ms": 1.0})])
+    found = [(row["card"], row.get("torch"), row["cell"]) for row in gpu_rows.read_rows(path)]
+    known = [("a card", "2.0", "a"), ("a card", "2.0", "b"), ("another card", "2.0", "a")]
+    assert found == [("an old card", None, "old"), *known]
+    assert path.read_text().count("torch") == 2
 
 
 def test_each_row_is_there_before_the_next_cell(tmp_path: Path) -> None:
@@ -134,9 +146,14 @@ def test_every_section_runs_in_small_on_a_cpu(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", FOLDER / "run_all.py", "--dry-run", "--out", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    rows = [json.loads(line) for line in (tmp_path / "gpu-rows.jsonl").read_text().splitlines()]
-    wanted = {"rates", "profile", "step", "steady", "prompt", "generate", "kernels", "offload"}
+    rows = gpu_rows.read_rows(tmp_path / "gpu-rows.jsonl")
+    wanted = {"rates", "profile", "step", "steady", "served", "prompt", "generate", "kernels"}
+    wanted |= {"offload", "latency", "storage"}
     wanted |= {f"tokens: {part}" for part in ("methods", "codecs", "engine", "places")}
     assert {row["section"] for row in rows} == wanted
     assert all(row["ok"] for row in rows if row["section"].startswith("tokens"))
-    assert all(row["ratio"] > 0 for row in rows if row["section"] in ("step", "steady", "prompt", "generate"))
+    bounded = ("step", "steady", "prompt", "generate", "latency", "storage")
+    assert all(row["ratio"] > 0 for row in rows if row["section"] in bounded)
+    assert all(row["bound_tokens_per_s"] > 0 for row in rows if row["section"] in ("steady", "served"))
+    assert all(row["bound_ms"] > 0 for row in rows if row["section"] == "offload" and "accelerate" not in row["cell"])
+    assert "goal: steady h2o 20%: at least 3 x full: " in done.stdout

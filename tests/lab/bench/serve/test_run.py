@@ -209,7 +209,7 @@ def test_the_command(tmp_path: Path) -> None:
         (["--users", "1", "--slo", "ttft"], "service level"),
         (["--users", "1", "--slo", "ttft=1,ttft=2"], "once"),
         (["--users", "1", "--prompt-tokens", "9-3"], "64-256"),
-        (["--users", "1", "--shared-tokens", "512"], "own"),
+        (["--users", "1", "--shared-tokens", "512"], "share fewer"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments: list[str], message: str) -> None:

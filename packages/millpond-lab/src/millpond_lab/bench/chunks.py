@@ -53,10 +53,10 @@ class ChunkBench:
     """What is run; see `millpond bench chunks`.
 
     Attributes:
-        chunks, tokens, suffix: of a prompt whose first token is timed: chunks, tokens of each, tokens behind them.
-        shares: that are computed again. dtype, rule: of the store.
-        n_queries: of the steady stream; 0: none. per_query, pool: chunks of a query, and those that it picks from.
-        query_tokens: of each of these. held: share of the pool that the store has room for.
+        chunks, tokens, suffix: number of chunks of the timed prompt, tokens of each, tokens after them.
+        shares: shares that are computed again. dtype, rule: number format and eviction rule of the store.
+        n_queries: queries of the steady stream; 0: no stream. per_query, pool: chunks of a query, and of the pool that
+            it picks from. query_tokens: tokens of each of these. held: share of the pool that fits into the store.
     """
 
     chunks: int = 8
@@ -77,7 +77,7 @@ class ChunkBench:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenTiming:
-    """One setting. tier: "" for the plain prompt. computed: share of its tokens. seconds: of each repetition."""
+    """Times of one setting. tier: "" for the plain prompt. computed: share of tokens. seconds: of each repetition."""
 
     tier: str
     share: Recompute
@@ -87,7 +87,7 @@ class FirstTokenTiming:
 
 @dataclass(frozen=True, slots=True)
 class QueryQuarter:
-    """A quarter of the queries. computed: share of their tokens that was computed. hits: of their chunks, found."""
+    """A quarter of the queries. computed: share of tokens that was computed. hits: share of chunks that was found."""
 
     computed: float
     hits: float
@@ -132,7 +132,7 @@ def _first_tokens(plan: ChunkBench, model: Any, tell: Callable[[str], None]) -> 
 
 
 def _engine(plan: ChunkBench, model: Any, chunks: Sequence[Ids], folder: str, memory: str | int) -> LLM:
-    """An engine whose store has all chunks, each computed behind a text that no prompt has."""
+    """An engine whose store has all chunks, each computed after a text that no prompt contains."""
     store = ChunkStore(folder, memory=memory, dtype=plan.dtype, rule=plan.rule)
     llm = LLM(model, method="full", chunk_store=store)
     others = random_chunks(len(chunks), plan.tokens, plan.shape.vocab, plan.seed + 5)

@@ -54,7 +54,7 @@ def evaluate(
         "millpond-eval"
     ),
     format: Annotated[
-        str | None, optional(help="kvpress: folders as its evaluation writes them too, in OUT/kvpress.")
+        str | None, optional(help="kvpress: also write the folders of kvpress's evaluation, in OUT/kvpress.")
     ] = None,
     threads: Threads = None,
 ) -> None:

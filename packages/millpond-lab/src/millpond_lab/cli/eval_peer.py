@@ -51,7 +51,7 @@ def eval_peer(
         Path | None, optional(help="Score the replies in this file, made from an export, and run nothing.")
     ] = None,
 ) -> None:
-    """Score a peer's presses x budgets on tasks, in the same table as our methods; lists are separated by commas."""
+    """Score a peer's presses x budgets on tasks, beside Millpond's methods; lists are separated by commas."""
     from millpond.models.load import load_model, load_tokenizer
     from millpond_lab.evals.peers.run import PeerPlan
     from millpond_lab.evals.spec import parse_specs, words

@@ -13,7 +13,7 @@ BenchModelName = Annotated[
     str | None,
     optional(help="Trained weights: a name of `millpond models`, a folder or a GGUF file. Default: random ones."),
 ]
-MethodName = Annotated[str, typer.Option(help="What is kept: see 'millpond methods'.")]
+MethodName = Annotated[str, typer.Option(help="Method that chooses the kept entries: see 'millpond methods'.")]
 Samples = Annotated[int, typer.Option(min=1, help="Samples of each task.")]
 SampleSeed = Annotated[int, typer.Option(help="Seed of the samples and the intervals.")]
 Report = Annotated[Path | None, optional(help="Write JSON and Markdown here.")]

@@ -57,7 +57,7 @@ async def measure(
 
     First some users have one request after another, to warm up and to find the rate that the engines can take. Then
     requests arrive independently of each other, at rates around it, so that prompts come while answers of other lengths
-    are under way. Moves are those between the engines; where there are none, the shortest and the longest prompt move
+    are under way. Moves are those between the engines; if there are none, the shortest and the longest prompt move
     out of an engine and into it again afterwards.
 
     Args:

@@ -60,7 +60,7 @@ WAITING_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """What became of a request.
+    """Times of one request.
 
     Attributes:
         ttft: seconds to the first token. tpot: seconds per token after it; None for an answer of one token.

@@ -67,7 +67,7 @@ class Spec:
         return ":".join([self.name, *(f"{option}={_written(value)}" for option, value in self.options.items())])
 
     def build(self, registry: Registry[T]) -> T:
-        """What the registry makes of it.
+        """Build it by the registry.
 
         Raises:
             OptionError: no such name or option (with a suggestion), or a value that does not fit.

@@ -50,7 +50,7 @@ class _Stage:
 
 
 class Published:
-    """One run: a pipeline that reads prompts and, where there is one, another that decodes.
+    """One run: a pipeline that reads prompts and, if there is one, another that decodes.
 
     Args:
         read, decode: step times and stages of each pipeline; `decode` None: the same pipeline decodes, after prompts.

@@ -170,7 +170,7 @@ def estimate(
         shares: by the names of `PLACES`, 0 to 1; names left out are 0.
 
     Raises:
-        OptionError: a name that is none of them, or a batch below 1. BudgetError: the policy does not fit the machine.
+        OptionError: a name not in `PLACES`, or a batch below 1. BudgetError: the policy does not fit the machine.
 
     Example:
         >>> fixed = {"wg": 0.2, "wc": 0.8, "cc": 1, "hc": 1}

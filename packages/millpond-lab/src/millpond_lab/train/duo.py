@@ -26,12 +26,12 @@ from millpond_lab.train.retain.texts import Asked, Texts
 
 #: The name of these texts as data.
 SPANS = "spans"
-#: Spans of a text that are said again, and tokens of one: at least, at most.
+#: Number of repeated spans in a text, and the least and most tokens of a span.
 SAID_AGAIN, SPAN_TOKENS = 4, (12, 32)
 
 
 class RepeatedSpans:
-    """Random tokens of a vocabulary, and behind them some spans of theirs once more.
+    """Texts of random tokens that end with repetitions of some of their spans.
 
     Args:
         vocabulary: tokens of the model. without: ids that are not drawn, such as those of the end of a text.
@@ -47,7 +47,7 @@ class RepeatedSpans:
         if shortest < 2 * SPAN_TOKENS[1] or longest < shortest:
             raise OptionError(
                 f"lengths {shortest} to {longest}: spans of up to {SPAN_TOKENS[1]} tokens need texts of at least "
-                f"{2 * SPAN_TOKENS[1]}, the shortest first"
+                f"{2 * SPAN_TOKENS[1]}; give the shortest length first"
             )
         left_out = set(without)
         self._ids = np.array([i for i in range(vocabulary) if i not in left_out])
@@ -74,7 +74,7 @@ DIGITS = 4
 
 @dataclass(frozen=True)
 class DuoSettings(RunSettings):
-    """The numbers of the recipe.
+    """Settings of the training.
 
     Attributes:
         penalty: weight of the mean number of all heads. sinks, recent: first and newest entries of a prompt that a
@@ -112,7 +112,7 @@ DuoRun = NetworkRun[DuoSettings, DuoLogLine]
 
 
 class HeadClasses(nn.Module):
-    """The numbers of the KV heads of one layer; all are retrieval heads at first."""
+    """Numbers of the KV heads of one layer; all start as retrieval heads."""
 
     def __init__(self, n_kv_heads: int) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class HeadClasses(nn.Module):
 
 
 class TrainedClasses(NamedTuple):
-    """What a call of `train_duo` came to: the run, and the numbers by layer and KV head."""
+    """Result of `train_duo`: the run, and the numbers by layer and KV head."""
 
     run: DuoRun
     numbers: list[list[float]]

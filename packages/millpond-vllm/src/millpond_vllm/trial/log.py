@@ -35,7 +35,7 @@ def read_log(path: Path) -> list[LoggedRequest]:
     """Return the requests of a log; empty lines are skipped.
 
     Raises:
-        DataError: the file cannot be read, has no request, or a line is none; the error names the line.
+        DataError: the file cannot be read, has no request, or a line is not a request; the error names the line.
     """
     try:
         if path.stat().st_size > _MOST_BYTES:

@@ -61,10 +61,10 @@ class Weights:
         return target
 
     def converted(self, name: str, python: Path, script: Path) -> Path:
-        """What `script FROM TO`, run by `python`, makes of the saved model, at TO.
+        """Convert the saved model by `script FROM TO`, run by `python`; return TO.
 
         Raises:
-            ConversionError: the script failed, and the last line that it wrote says why; or it took too long.
+            ConversionError: the script failed (with the last line that it wrote), or took too long.
         """
         target, source = self.root / name, self.saved()
         if not target.exists():
@@ -220,7 +220,7 @@ def llamacpp(python: Path, gguf: Path | None = None, weights: str | None = None)
 
 
 def only(candidates: Sequence[EngineCandidate], parts: Sequence[str]) -> list[EngineCandidate]:
-    """The candidates whose labels contain one of the parts; all of them where there is none.
+    """The candidates whose labels contain one of the parts; all of them without parts.
 
     Raises:
         OptionError: a part that no label contains.

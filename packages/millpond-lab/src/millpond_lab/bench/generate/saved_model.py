@@ -31,7 +31,7 @@ class SavedModel:
     """A folder of safetensors.
 
     Attributes:
-        sha256: of its weights. gguf: the file that it was converted from, where there is one.
+        sha256: of its weights. gguf: the file that it was converted from, if any.
     """
 
     folder: Path
@@ -40,10 +40,10 @@ class SavedModel:
 
     @staticmethod
     def of(name: str) -> SavedModel:
-        """What `--model` names: a folder, a GGUF file, or a model that is at hand.
+        """The model that `--model` names: a folder, a GGUF file, or a model on this machine.
 
         Raises:
-            OptionError: nothing on this machine; or weights in another format than safetensors.
+            OptionError: there is no such model on this machine, or its weights are not safetensors.
         """
         path = Path(name)
         gguf = find_gguf(path) if path.exists() else downloaded_gguf(name)
@@ -67,7 +67,7 @@ class SavedModel:
         return int(self._read()["vocab_size"])
 
     def config(self) -> dict[str, Any]:
-        """What a report says of it."""
+        """Fields of a report."""
         config = self._read()
         size = {"head_dim": config["hidden_size"] // config["num_attention_heads"]}
         told = {key: config[key] for key in _TOLD if key in config}
@@ -75,7 +75,7 @@ class SavedModel:
         return {"name": name, "weights_sha256": self.sha256, **size, **told}
 
     def build(self, seed: int = 0) -> PreTrainedModel:
-        """The model in bfloat16; `seed` has no part in it."""
+        """The model in bfloat16; `seed` is ignored."""
         return load_model(self.folder, "bf16")
 
     def weight_bytes(self) -> int:

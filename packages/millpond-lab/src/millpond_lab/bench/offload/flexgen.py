@@ -43,7 +43,7 @@ def check(package: Path, shape: str) -> None:
         )
     if not is_opt(shape):
         raise OptionError(
-            f"FlexGen runs OPT alone, and {shape} is none: give --shape opt-1.0B, or choose other --cells"
+            f"FlexGen runs only OPT, and {shape} is not an OPT: give --shape opt-1.0B, or choose other --cells"
         )
 
 

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """What became of one request; times in seconds from the beginning of the run.
+    """Outcome of one request; times in seconds from the beginning of the run.
 
     Attributes:
-        planned_s: when it was to be sent. sent_s: when it was. first_s: its first text. ended_s: its last byte.
-        prompt_tokens, output_tokens: as the server counts them; without its count, the pieces of text that came.
-        failure: what went wrong, in two words for counting; None: answered whole. detail: in its own words.
+        planned_s: when it should be sent. sent_s: when it was sent. first_s: its first text. ended_s: its last byte.
+        prompt_tokens, output_tokens: as the server counts them; without its count, the pieces of text received.
+        failure: kind of failure, in two words, to be counted; None if answered in full. detail: text of the error.
     """
 
     planned_s: float
@@ -59,10 +59,10 @@ class LoadClient:
     """Sends requests to one server over connections of their own.
 
     Args:
-        url: with or without `/v1` at its end. timeout_s: for which nothing comes.
+        url: with or without `/v1` at its end. timeout_s: longest silence of the server.
 
     Raises:
-        OptionError: httpx is not installed, or the address is none.
+        OptionError: httpx is not installed, or `url` is not an address.
     """
 
     def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 600.0) -> None:
@@ -89,7 +89,7 @@ class LoadClient:
         await self._http.aclose()
 
     def start_clock(self) -> None:
-        """Now is second 0."""
+        """Start the clock: this is second 0."""
         self._began = time.perf_counter()
 
     def now(self) -> float:
@@ -172,10 +172,10 @@ async def _events(response: httpx.Response) -> AsyncIterator[str]:
             yield line.removeprefix("data:").strip()
 
 
-#: Of any server's metrics, those of its cache. Millpond's, vLLM's, SGLang's and llama.cpp's are among them.
+#: Names of cache metrics, among them Millpond's, vLLM's, SGLang's and llama.cpp's.
 _OF_CACHE = re.compile(r"kv|cache|token_usage|prefix|evict|preempt|swapped", re.IGNORECASE)
 _LINE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{.*\})? ([-+.\deE]+)(?: \d+)?$")
-_PARTS = ("_bucket", "_sum", "_count", "_created")  # of histograms, and times of birth
+_PARTS = ("_bucket", "_sum", "_count", "_created")  # of histograms, and times of creation
 
 
 class Gauges:
@@ -214,7 +214,7 @@ class Gauges:
             await self._look()
 
     async def _look(self) -> None:
-        """One reading; one that fails under load is left out."""
+        """Take one reading; a reading that fails under load is left out."""
         try:
             self._note(parse(await self._client.get("/metrics")))
         except DataError:

@@ -45,7 +45,7 @@ class TokenBlocks:
         return tokens
 
     def shrunk(self, times: int) -> TokenBlocks:
-        """As many times shorter, with the same names: what was shared still is."""
+        """The blocks `times` times shorter, with the same names, so that they stay shared."""
         return TokenBlocks(tuple((name, -(-size // times)) for name, size in self.parts))
 
 
@@ -54,9 +54,9 @@ class LoadRequest:
     """One request.
 
     Attributes:
-        at_s: when the trace sent it, in seconds from its first one.
+        at_s: when the trace sent it, in seconds after its first request.
         prompt: a text, or made-up tokens. output_tokens: how many the answer has.
-        session: asks of one session follow each other; None: it stands alone.
+        session: requests of one session follow each other; None: it has no session.
     """
 
     at_s: float
@@ -65,7 +65,7 @@ class LoadRequest:
     session: str | None = None
 
     def shrunk(self, times: int) -> LoadRequest:
-        """With prompt and answer as many times shorter; a text stays as it is."""
+        """The request with prompt and answer `times` times shorter; a text stays as it is."""
         prompt = self.prompt if isinstance(self.prompt, str) else self.prompt.shrunk(times)
         return replace(self, prompt=prompt, output_tokens=-(-self.output_tokens // times))
 
@@ -91,18 +91,20 @@ class Span:
         """
         low, _, high = text.strip().partition("-")
         if not (low.isdecimal() and (high or low).isdecimal() and 1 <= int(low) <= int(high or low)):
-            raise OptionError(f"length {text!r} must read as 64 or 64-256, in tokens, 1 at least")
+            raise OptionError(f"length {text!r} must read as 64 or 64-256, in tokens, at least 1")
         return cls(int(low), int(high or low))
 
 
 def synthetic(n: int, prompt: Span, output: Span, shared: int = 0, seed: int = 0) -> list[LoadRequest]:
-    """`n` asks that stand alone, all at 0 s; the first `shared` tokens of every prompt are the same.
+    """`n` requests without sessions, all at 0 s; the first `shared` tokens of every prompt are the same.
 
     Raises:
-        OptionError: the shared tokens leave no room in the shortest prompt for one of its own.
+        OptionError: the shared tokens leave no room for another token in the shortest prompt.
     """
     if not 0 <= shared < prompt.low:
-        raise OptionError(f"{shared} shared tokens do not leave one of its own in a prompt of {prompt.low}")
+        raise OptionError(
+            f"{shared} shared tokens leave no other token in a prompt of {prompt.low}; share fewer, or give longer ones"
+        )
     drawn = random.Random(seed)
     asks = []
     for name in range(1, n + 1):
@@ -163,7 +165,7 @@ def mooncake(path: Path) -> list[LoadRequest]:
 def agents(path: Path) -> list[LoadRequest]:
     """A folder of LMCache agent traces, or one file of it: real text, each session's prompts growing.
 
-    The first ask of every file is put at the same moment, as if all agents began at once. Lines without a prompt and
+    The first request of every file gets the same time, as if all agents began at once. Lines without a prompt and
     empty files, which these traces have, are left out.
 
     Raises:

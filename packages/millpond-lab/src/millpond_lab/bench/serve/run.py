@@ -124,7 +124,7 @@ def summarise(outcomes: Sequence[RequestOutcome], levels: Mapping[str, float]) -
 
 
 def spread(values: Sequence[float | None]) -> dict[str, float] | None:
-    """Mean, percentiles and the largest, of those that there are; None of none."""
+    """Mean, percentiles and largest of the known values; None without any."""
     known = [value for value in values if value is not None]
     if not known:
         return None

@@ -21,7 +21,7 @@ class AnswerRule:
     """One instruction.
 
     Attributes:
-        kind: what it is about. word: the word that it asks for, or how many items in words; "" where there is none.
+        kind: what it is about. word: the word that it asks for, or how many items in words; "" if there is none.
     """
 
     kind: RuleKind

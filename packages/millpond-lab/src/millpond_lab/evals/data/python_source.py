@@ -71,7 +71,7 @@ def read_python(path: str) -> list[str]:
     """The functions and classes of a Python file, or of those in a folder, as text; nothing of it is run.
 
     Raises:
-        DataError: there is none, or one is too long, no text, or no regular file.
+        DataError: there is no file, or a file is too long, is not text, or is not a regular file.
     """
     place = Path(path).expanduser()
     files = sorted(place.rglob("*.py"))[: MOST_FILES + 1] if place.is_dir() else [place]

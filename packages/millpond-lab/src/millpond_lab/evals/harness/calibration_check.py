@@ -17,10 +17,10 @@ Said = dict[str, Any]
 
 
 def said_of(path: str) -> Said:
-    """What a run writes down of a calibration file.
+    """What a run records of a calibration file.
 
     Raises:
-        DataError: it cannot be read, or is none.
+        DataError: it cannot be read, or is not a calibration.
     """
     known = load_calibration(path)
     digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()

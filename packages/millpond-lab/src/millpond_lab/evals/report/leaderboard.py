@@ -176,7 +176,7 @@ def _reads(row: SummaryRow) -> str:
 
 
 def _best(rows: Sequence[SummaryRow]) -> str:
-    """How the best score of a column reads; "" where there is none."""
+    """How the best score of a column reads; "" if there is none."""
     known = [row for row in rows if not math.isnan(row.score)]
     if not known:
         return ""

@@ -69,7 +69,7 @@ def h2o_summary(path: Annotated[str, "a file with article (the whole prompt) and
 
 
 def _request(prompt: str) -> tuple[str, str]:
-    """The article, and the request that stands after it; where there is none, one of our own."""
+    """The article, and the request that stands after it; if there is none, one of our own."""
     context, blank, request = prompt.rpartition("\n\nSummarize the above article")
     if blank:
         return context, blank + request

@@ -58,7 +58,7 @@ def ruler(
 ) -> Task:
     """Files that RULER's scripts made, with its counts of tokens and its scores.
 
-    Fields: `input` (the whole prompt), `outputs` (a list), `index`, `length`, and where there is one `answer_prefix`,
+    Fields: `input` (the whole prompt), `outputs` (a list), `index`, `length`, and if there is one `answer_prefix`,
     which ends the prompt. `niah_*`, `vt`, `cwe` and `fwe` score the share of the outputs that occur in the answer
     (`string_match_all`), `qa_*` whether any does (`string_match_part`); in words too, whatever the case. For
     `--protocol agnostic` and `turns` the prompt is cut before its question.

@@ -124,7 +124,7 @@ def _head(
 
 
 def _next(whole: str, begin: int, end: int) -> int:
-    """Where the last word begins that begins behind `begin` and not behind `end`; `end` where there is none."""
+    """Where the last word begins that begins behind `begin` and not behind `end`; `end` if there is none."""
     at = _find(_WORD, whole, end)
     if end == 0 or whole[end - 1].isspace() or at > end:
         return at

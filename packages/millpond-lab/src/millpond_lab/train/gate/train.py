@@ -196,7 +196,7 @@ TRAIN_STREAM, CHECK_STREAM = "retain", "retain-check"
 
 
 class TrainedGates(NamedTuple):
-    """What a call of `train_gate` came to.
+    """Result of `train_gate`.
 
     Attributes:
         shift: added to the bias of every head at the end, so that held-out texts keep the target.

@@ -51,7 +51,7 @@ class KVzapSettings:
 
 
 class KVzapResult(NamedTuple):
-    """What a call of `train_kvzap` came to."""
+    """Result of `train_kvzap`."""
 
     networks: HiddenNetworks
     r2: list[list[float]]  #: of each layer, by KV head, on held-out texts

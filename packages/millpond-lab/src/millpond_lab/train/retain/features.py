@@ -158,8 +158,8 @@ class TextReader:
 
         Args:
             ids: (N,) of one text. begin: first token of its questions.
-            policy: evicts to `budget` entries per KV head while the text is read, and features are what the model
-                makes of it then; labels are those of full attention. None: features of full attention too.
+            policy: evicts to `budget` entries per KV head while the text is read, and features are computed from that
+                reading; labels are those of full attention. None: features are of full attention too.
 
         Raises:
             DataError: no token before or behind `begin`.
@@ -184,7 +184,7 @@ class TextReader:
         return [texts[layer] for layer in sorted(texts)]
 
     def read_prompt(self, ids: Tensor, begin: int) -> ReadPrompt:
-        """What the model makes of the tokens before `begin`, and what it predicts from there on; as for `read`.
+        """Entries of the tokens before `begin`, and the predictions from there on; arguments as of `read`.
 
         Raises:
             DataError: no token before or behind `begin`.

@@ -126,10 +126,10 @@ TRAIN_STREAM, CHECK_STREAM = "retain", "retain-check"
 
 
 class TrainedResult(NamedTuple):
-    """What a call of `train_retain` came to.
+    """Result of `train_retain`.
 
     Attributes:
-        overlaps: of each layer, by KV head: of the best tenth of the entries of held-out texts, how many are chosen.
+        overlaps: by layer and KV head, share of the best tenth of the entries of held-out texts that is chosen.
     """
 
     run: RetainRun

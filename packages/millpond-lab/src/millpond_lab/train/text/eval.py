@@ -87,7 +87,7 @@ def told_again(
 ) -> tuple[float, float]:
     """Mean nats per token of a passage of `length` tokens, and of the same passage again behind `gap` tokens of text.
 
-    The first eight tokens of a passage are not counted: nothing says yet that it comes again.
+    The first eight tokens of a passage are not counted, since nothing shows yet that it is a repetition.
     """
     ids = encode_document(tokenizer, file)
     rows = _rows(ids, length + gap, windows, file)
@@ -157,7 +157,7 @@ def _share(right: list[bool]) -> float:
     return sum(right) / len(right) if right else math.nan
 
 
-#: An entry of a row counts as nothing when it is below this share of the row's maximum.
+#: An entry of a row counts as zero if it is below this share of the row's maximum.
 NOTHING = 0.01
 SHARES = (0.05, 0.20)
 CURVE = 101  # points of the curve of gathered mass
@@ -239,7 +239,7 @@ def _at(curve: Tensor, share: float) -> Tensor:
 def spread_windows(
     ids: Sequence[int] | npt.NDArray[np.uint16], bos: int | None, length: int, count: int
 ) -> list[Tensor]:
-    """`count` windows (1, length) spread evenly over a document, each behind its own `<bos>` where there is one.
+    """`count` windows (1, length) spread evenly over a document, each after its own `<bos>` if `bos` is given.
 
     Raises:
         DataError: the document is too short for them.

@@ -1,0 +1,58 @@
+"""Copies between the host and a device for which nothing waits, until what came back is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+def on_device(source: npt.NDArray[Any] | Tensor, device: torch.device) -> Tensor:
+    """Return numbers of the host on a device, for work that is launched after.
+
+    The host goes on at once; a plain `.to(device)` waits for all work that was launched before. On the CPU the result
+    is the source itself, in the same memory; elsewhere it is a copy of what the source holds now.
+    """
+    tensor = torch.from_numpy(source) if isinstance(source, np.ndarray) else source
+    if tensor.is_cuda or device.type != "cuda" or not tensor.numel():
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class ReadBack:
+    """Tensors on their way to the host, behind the work that was launched before.
+
+    Args:
+        tensors: Tensors of one device; nobody may write to them before they were read.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._event: Any = None
+        device = self._tensors[0].device
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in self._tensors]
+                for to, tensor in zip(pinned, self._tensors, strict=True):
+                    to.copy_(tensor, non_blocking=True)
+                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._event.record()
+            self._tensors = pinned
+
+    def is_ready(self) -> bool:
+        """Return whether `wait` would return at once."""
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> list[Tensor]:
+        """Return the tensors on the host, once the work before them is done.
+
+        Later work is not waited for.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return [tensor.cpu() for tensor in self._tensors]
