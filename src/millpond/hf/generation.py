@@ -115,7 +115,7 @@ def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
 def _prompt_end(ids: Any, kwargs: dict[str, Any]) -> int | None:
     """Return the columns of the prompt of `generate`.
 
-    After them transformers extends its mask by ones. None for embeddings, or where the caller's own function extends it.
+    After them transformers extends its mask by ones. None for embeddings, or where the caller's own function does it.
     """
     mask = kwargs.get("attention_mask")
     otherwise = kwargs.get("inputs_embeds") is not None or kwargs.get("custom_generate") is not None
