@@ -13,10 +13,11 @@ from millpond.engine.engine import Engine
 from millpond.errors import NumericsError
 from millpond.kernels import ops
 from millpond.kernels.cuda_graphs import graph_bytes
+from millpond.models.lean.decode_graph import DecodeGraph
 from millpond.models.lean.decoder import Decoder
 from millpond.prompt_marks import PromptMarks
 from millpond.runner import native_forward
-from millpond.runner.native_forward import DecodeGraph, NativeForward
+from millpond.runner.native_forward import NativeForward
 from tests.engine import test_codecs
 from tests.helpers.engine.helpers import BY_LAYER, METHODS, add, ask, engine_for, finish, greedy, tokens
 

@@ -20,8 +20,8 @@ from millpond.kernels import gpu, linear
 from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Reduce, Signal
 from millpond.kernels.gpu.common import INTERPRET
 from millpond.kernels.packed.layout import Format
+from millpond.models.lean.decode_graph import DecodeGraph
 from millpond.models.lean.describe import describe
-from millpond.runner.native_forward import DecodeGraph
 from tests.helpers.hf.families import family
 from tests.helpers.kernels.make import Call, Case
 from tests.helpers.kernels.packed_make import PackedCase, side

@@ -27,6 +27,7 @@ from millpond.hf.layer import give_inputs
 from millpond.hf.model_profile import ModelProfile, entry_dims
 from millpond.hf.model_support import supported, unwrapped
 from millpond.hf.native_layers.decoder_layers import use_native_layers
+from millpond.hf.native_layers.recorded_forward import use_recorded_forward
 from millpond.hf.signals.output_projection import attach_output_projections
 from millpond.hf.signals.rotary import ModelRotation
 from millpond.policy.matched_merge import MatchAttention
@@ -79,7 +80,8 @@ def compress(
             complete when the first pass of one token comes: choose a size that leaves no single token for the last
             chunk). `generate` itself reads long prompts of one pass in parts, if that changes nothing.
         native_layers: Whether decoding on a CPU reads the model's weights at the speed of memory too, except in a
-            training pass, and passes layers built as Llama's in a few calls; False leaves them to transformers and
+            training pass, and passes layers built as Llama's in a few calls; and whether decoding on a GPU replays all
+            layers as one recorded step, where nobody looks inside the model. False leaves them to transformers and
             torch. Their results agree up to rounding.
         tokenizer: Tokenizer of the model, for methods that read properties of tokens (`fastgen`, `kvzip`).
         calibration: File that `millpond calibrate` made of this model, for the codecs `kvquant2` to `kvquant4`.
@@ -210,6 +212,7 @@ class _Maker:
             cache.on_close(give_inputs(profile, cache.layers, cache.passes))
         if self.native_layers:
             cache.on_close(use_native_layers(model))
+            cache.on_close(use_recorded_forward(model, profile, cache))
         if self.attach:
             cache.on_close(use_generate(model, cache))
         return cache

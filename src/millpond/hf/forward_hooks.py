@@ -22,11 +22,16 @@ class ForwardHooks:
     Args:
         cache: Cache to look for among the arguments.
         modules: Modules whose calls begin or belong to a pass: the model and the decoders inside it.
+
+    Attributes:
+        answer_begin: Columns from which on a running `generate` passes tokens that it made, none a pad; None where that
+            is not known.
     """
 
     def __init__(self, cache: Any, modules: Sequence[nn.Module]) -> None:
         self._cache = weakref.ref(cache)
         self._model = type(modules[0]).__name__
+        self.answer_begin: int | None = None
         self._running: list[nn.Module] = []
         self._thread = threading.current_thread()  # that of the running pass
         self._hooks = [module.register_forward_pre_hook(self._enter, with_kwargs=True) for module in modules]

@@ -103,11 +103,25 @@ def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     if parts is not None:
         kwargs["prefill_chunk_size"] = parts.size
     switched.running.add(thread)
+    cache.passes.answer_begin = _prompt_end(ids, kwargs)
     try:
         with nullcontext() if parts is None else cache.parts.reading(parts.end):
             return own_generate(*args, **kwargs)
     finally:
         switched.running.discard(thread)
+        cache.passes.answer_begin = None
+
+
+def _prompt_end(ids: Any, kwargs: dict[str, Any]) -> int | None:
+    """Return the columns of the prompt of `generate`.
+
+    After them transformers extends its mask by ones. None for embeddings, or where the caller's own function does it.
+    """
+    mask = kwargs.get("attention_mask")
+    otherwise = kwargs.get("inputs_embeds") is not None or kwargs.get("custom_generate") is not None
+    if otherwise or not isinstance(ids, Tensor) or ids.ndim != 2 or (mask is not None and not isinstance(mask, Tensor)):
+        return None
+    return int(max(ids.shape[1], 0 if mask is None else mask.shape[-1]))
 
 
 def _get_candidate_generator(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:

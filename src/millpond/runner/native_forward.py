@@ -3,183 +3,30 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millpond.codec.basis import Basis
 from millpond.errors import UnsupportedModelError
 from millpond.kernels import ops
-from millpond.kernels.args import AttentionShape, DecodeArgs, PrefillArgs, StepRegions
-from millpond.kernels.cuda_graphs import GraphRecorder, StepInputs, key_of, record_cuda, recording, roomy, same_key
-from millpond.kernels.decoder_ops import TOLERANCE, FixedOrder, NativeDense, choose, turned
+from millpond.kernels.args import AttentionShape, PrefillArgs
+from millpond.kernels.cuda_graphs import record_cuda, recording
+from millpond.kernels.decoder_ops import TOLERANCE, FixedOrder, NativeDense, choose
 from millpond.kernels.thread_count import torch_on_one_thread
-from millpond.models.lean.block import Angles, Attend, TurningAttend
+from millpond.models.lean.block import Attend
+from millpond.models.lean.decode_graph import DecodeGraph
 from millpond.models.lean.decoder import Decoder, GivenRows, StreamedBlocks
 from millpond.models.lean.describe import describe, in_file, moving, watch
 from millpond.models.lean.fuse import code_bytes, quantized, release
+from millpond.models.lean.trial import attend_all, try_out
 from millpond.models.lean.watch import Watch, own_forward
 from millpond.runner.packed_cache import LayerAttend, SegmentedAttention
 
-#: Graphs that are kept, of other numbers of sequences, widths of tables, methods or pools.
-MAX_GRAPHS = 24
-#: Steps back that are looked at for one that is alike: two where the number of sequences goes to and fro.
-LOOK_BACK = 2
-
-#: Runs rows through all layers: forward(ids (S,), positions (S,), attend, rows (S,)) -> logits (S, vocabulary).
-Forward = Callable[[Tensor, Tensor, TurningAttend, Tensor], Tensor]
-
-
-@dataclass(slots=True)
-class _Graph:
-    key: tuple[Any, ...]
-    inputs: StepInputs
-    ids: Tensor
-    positions: Tensor
-    replay: Callable[[], None]
-    outputs: list[tuple[Tensor, Tensor]]  #: one: of the step that was recorded
-
-
-class DecodeGraph:
-    """Decoding steps of all layers, each sequence with one token.
-
-    A step is recorded where one just before had about as many sequences in the same pools under the same rules. It is
-    replayed for such steps from then on, whatever their sequences are: a graph has rows and page tables of `roomy`
-    sizes, so that few are made while sequences come, grow and go.
-
-    Args:
-        forward: Forward pass of the decoder.
-        record: Makes a graph of a step.
-
-    Attributes:
-        recorded: Number of graphs that were made.
-        replayed: Number of steps that they ran.
-    """
-
-    def __init__(self, forward: Forward, record: GraphRecorder) -> None:
-        self._forward, self._record = forward, record
-        self._seen: deque[tuple[Any, ...] | None] = deque(maxlen=LOOK_BACK)
-        self._graphs: OrderedDict[int, _Graph] = OrderedDict()
-        self.recorded = self.replayed = 0
-
-    def step(
-        self, ids: Tensor, positions: Tensor, regions: Sequence[StepRegions], bases: Sequence[Basis | None]
-    ) -> tuple[Tensor, Tensor]:
-        """Return logits (S, vocabulary) and log-sum-exp (layers, S, n_heads) of the newest tokens.
-
-        Args:
-            ids: Ids of the tokens, (S,).
-            positions: Positions of the tokens, (S,).
-            regions: Entries that each layer attends to; written, as by `ops.decode`.
-            bases: Basis of the entries of each layer.
-        """
-        key = _key_of(regions, bases)
-        alike = key is not None and any(seen is not None and same_key(key, seen) for seen in self._seen)
-        self._seen.append(key)
-        graph = None if key is None else self._graph_of(key, regions)
-        if graph is None and alike:
-            assert key is not None, "alike"
-            graph = self._make(key, ids, positions, regions, bases)
-        if graph is None:
-            return self._compute(ids, positions, regions, bases)
-        n = len(ids)
-        graph.inputs.take(regions)
-        graph.ids[:n].copy_(ids)
-        graph.positions[:n].copy_(positions)
-        graph.replay()
-        self.replayed += 1
-        graph.inputs.give_back(regions)
-        logits, lse = graph.outputs[-1]
-        return logits[:n].clone(), lse[:, :n]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what graphs read and return, besides weights, pages and memory that they share."""
-        return sum(
-            graph.inputs.nbytes + sum(t.nbytes for t in (graph.ids, graph.positions, *graph.outputs[-1]))
-            for graph in self._graphs.values()
-        )
-
-    def _graph_of(self, key: tuple[Any, ...], regions: Sequence[StepRegions]) -> _Graph | None:
-        """Return the graph that was made for such steps, the narrowest whose tables fit."""
-        fitting = [
-            number for number, graph in self._graphs.items() if same_key(key, graph.key) and graph.inputs.holds(regions)
-        ]
-        if not fitting:
-            return None
-        number = min(fitting, key=lambda number: self._graphs[number].inputs.width)
-        self._graphs.move_to_end(number)
-        return self._graphs[number]
-
-    def _make(
-        self,
-        key: tuple[Any, ...],
-        ids: Tensor,
-        positions: Tensor,
-        regions: Sequence[StepRegions],
-        bases: Sequence[Basis | None],
-    ) -> _Graph:
-        while len(self._graphs) >= MAX_GRAPHS:
-            self._graphs.popitem(last=False)
-        inputs = StepInputs(regions, _rows_of(regions))
-        own_ids, own_positions = (t.new_zeros(inputs.n_seq) for t in (ids, positions))
-        outputs: list[tuple[Tensor, Tensor]] = []
-
-        def work() -> None:
-            outputs[:] = [self._compute(own_ids, own_positions, inputs.regions, bases)]
-
-        graph = _Graph(key, inputs, own_ids, own_positions, self._record(work, ids.device), outputs)
-        self.recorded += 1
-        self._graphs[self.recorded] = graph
-        return graph
-
-    def _compute(
-        self, ids: Tensor, positions: Tensor, regions: Sequence[StepRegions], bases: Sequence[Basis | None]
-    ) -> tuple[Tensor, Tensor]:
-        sums: list[Tensor] = []
-
-        def attend(index: int, q: Tensor, k: Tensor, v: Tensor, angles: Angles | None) -> Tensor:
-            basis, args = bases[index], DecodeArgs(q, k, v, regions[index], angles)
-            if basis is not None:
-                args = turned(args)
-                q, k, v = (t[:, :, 0] for t in basis.stored(args.q[:, :, None], args.k_new[:, :, None], v[:, :, None]))
-                args = replace(args, q=q, k_new=k, v_new=v)
-            decoded = ops.decode(args)
-            sums.append(decoded.lse)
-            out = decoded.out if basis is None else basis.values(decoded.out)
-            return out.reshape(len(q), -1)
-
-        logits = self._forward(ids, positions, TurningAttend(attend), torch.arange(len(ids), device=ids.device))
-        return logits, torch.stack(sums)
-
-
-def _key_of(regions: Sequence[StepRegions], bases: Sequence[Basis | None]) -> tuple[Any, ...] | None:
-    """Return what `key_of` does, with the rows of a graph in place of the sequences, and the bases."""
-    key = key_of(regions)
-    if key is None:
-        return None
-    (_, *numbers), *fixed = key
-    turned = [basis is not None and basis.hadamard for basis in bases]
-    scales = (None if basis is None else basis.scales for basis in bases)
-    return [_rows_of(regions), *numbers, *turned], *fixed, *scales
-
-
-def _rows_of(regions: Sequence[StepRegions]) -> int:
-    """Return the rows of a graph of such steps; no more than there are where formats know each sequence."""
-    n = len(regions[0].q_pos)
-    own = any(one.packed is not None and one.packed.knows_regions for one in regions)
-    return n if own else roomy(n)
-
-
-#: Where the tokens of the trial stand in their text.
-_PLACES = (0, 1, 5)
 #: Passes after which weights that lie in a mapped file begin to move, a layer in each: a copy into huge pages makes a
 #: pass faster by less than a hundredth of what it costs, so that who asks little is served from the file.
 PASSES_IN_FILE = 64
@@ -227,7 +74,18 @@ class NativeForward:
             raise UnsupportedModelError(f"{self._name} has hooks, or trains; remove them, or call model.eval()")
         if model.dtype not in TOLERANCE:
             raise UnsupportedModelError(f"{self._name} computes in {model.dtype}")
-        self._try_out(model.device, run, shapes)
+
+        def run_modules(ids: Tensor, positions: Tensor) -> Tensor:
+            return run(ids, positions, attend_all)
+
+        def found() -> Sequence[AttentionShape]:
+            for index in range(len(self._layers)):
+                if index not in shapes:
+                    raise UnsupportedModelError(f"layer {index} of {self._name} hands no keys and values to its cache")
+            self._shapes = [shapes[index] for index in range(len(self._layers))]
+            return self._shapes
+
+        try_out(self._decoder, self._layers, self._name, run_modules, found, model.device)
         if bits is not None:
             self._decoder, self._watch = quantized(self._decoder, bits), None
             release(model, self._decoder)
@@ -344,66 +202,3 @@ class NativeForward:
             return attend(index, q, k, v, self._shapes[index]).reshape(q.shape[0], -1)
 
         return by_rows
-
-    def _try_out(
-        self,
-        device: torch.device,
-        run: Callable[[Tensor, Tensor, LayerAttend], Tensor],
-        shapes: Mapping[int, AttentionShape],
-    ) -> None:
-        """Give every part what the modules gave theirs, a few tokens, and compare the outputs.
-
-        Layers that are built alike run the same kernels, so the first of them is tried out as of many rows, too.
-
-        Raises:
-            UnsupportedModelError: something else.
-        """
-        decoder = self._decoder
-        positions = torch.tensor(_PLACES, device=device)
-        ids = torch.arange(1, 1 + len(_PLACES), device=device) * (len(decoder.tokens) - 1) // len(_PLACES)
-        seen: list[tuple[Tensor, Tensor]] = []
-        hooks = [layer.register_forward_hook(_noting(seen), with_kwargs=True) for layer in self._layers]
-        try:
-            logits = run(ids, positions, _attend)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        for index in range(len(self._layers)):
-            if index not in shapes:
-                raise UnsupportedModelError(f"layer {index} of {self._name} hands no keys and values to its cache")
-        self._shapes = [shapes[index] for index in range(len(self._layers))]
-        first, last = seen[0][0], seen[-1][1]
-        self._compare("the embeddings", decoder.embed(ids, positions), first, first)
-        rotary, attend = decoder.angles(first, positions), self._by_rows(_attend)
-        builds: set[tuple[Any, ...]] = set()
-        for block, (before, behind) in zip(decoder.blocks, seen, strict=True):
-            for few in (True,) if block.build in builds else (True, False):
-                actual = block.forward(before.clone(), rotary, attend, choose(before, few))
-                self._compare(f"layer {block.index}", actual, behind, behind - before)
-            builds.add(block.build)
-        self._compare("the head", decoder.logits(last), logits, logits)
-
-    def _compare(self, part: str, actual: Tensor, expected: Tensor, size: Tensor) -> None:
-        rounding = 2 * torch.finfo(actual.dtype).eps * expected.abs()  # of the sums that are stored
-        if actual.shape != expected.shape or not bool(
-            ((actual - expected).abs() - rounding <= TOLERANCE[actual.dtype] * size.abs().max()).all()
-        ):
-            raise UnsupportedModelError(f"{part} of {self._name} computes something else than its family does")
-
-
-def _noting(seen: list[tuple[Tensor, Tensor]]) -> Callable[..., None]:
-    """Return a hook that records the input and the output of a layer, (N, width) each."""
-
-    def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        before = args[0] if args else kwargs["hidden_states"]
-        behind = output[0] if isinstance(output, tuple) else output
-        seen.append((before[0], behind[0]))
-
-    return note
-
-
-def _attend(index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
-    """Return attention of the trial tokens over themselves."""
-    positions = torch.tensor(_PLACES, dtype=torch.int32, device=q.device)
-    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-    return ops.prefill(PrefillArgs(q, k, v, positions, shape)).out.transpose(0, 1)

@@ -6,25 +6,24 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
 from millpond.cache.batch_cache import BatchCache, Pages
-from millpond.cache.layer.decode_step import PendingStep
+from millpond.cache.layer.fused_steps import FusedSteps
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.layer.prompt_pass import PartialSpan
 from millpond.cache.pages.ref_counted_pool import Pool
 from millpond.cache.state.recurrent_states import RecurrentStates
-from millpond.codec.basis import Basis
 from millpond.errors import CacheMismatchError, UnsupportedModelError
 from millpond.hf.adapter import Rows
 from millpond.hf.attention import tag
 from millpond.hf.attention_inputs import AttentionInputs
 from millpond.hf.layer import EmptyLayer, PassLayer
-from millpond.kernels.args import AttentionShape, StepRegions
+from millpond.kernels.args import AttentionShape
 from millpond.policy.trained.adapter import Adapter
 
 #: attend(layer, q (N, n_heads, D), k, v (N, n_kv_heads, D), shape) -> (N, n_heads, value_dim).
@@ -53,31 +52,6 @@ class Segment:
     states: RecurrentStates | None = None
     batch_cache: BatchCache | None = None
     partial: PartialSpan | None = None
-
-
-class FusedSteps(NamedTuple):
-    """A decoding step of all layers."""
-
-    layer_caches: Sequence[LayerCache]
-    newest: list[PendingStep]
-
-    def regions(self) -> list[StepRegions]:
-        """Return the entries that each layer attends to."""
-        return [step.regions() for step in self.newest]
-
-    def bases(self) -> list[Basis | None]:
-        """Return the basis in which each layer stores its numbers; None: as the model makes them."""
-        return [step.table.basis for step in self.newest]
-
-    def end(self, lse: Tensor) -> None:
-        """Take note of what happened; `lse`: (layers, S, Hq)."""
-        together = lse.device.type != "cpu"
-        if together:
-            self.layer_caches[0].check_layers(lse)
-        for layer_cache, step, sums in zip(
-            self.layer_caches, self.newest, [None] * len(lse) if together else lse, strict=True
-        ):
-            layer_cache.end_step(step, sums)
 
 
 class SegmentedAttention:
@@ -147,15 +121,7 @@ class SegmentedAttention:
         n, layer_caches = segment.end - segment.begin, segment.layer_caches
         if len(self.segments) > 1 or not segment.decoding:
             return None
-        if not all(
-            layer_cache.is_fusable(n, shape, changes_basis)
-            for layer_cache, shape in zip(layer_caches, shapes, strict=True)
-        ):
-            return None
-        return FusedSteps(
-            layer_caches,
-            [layer_cache.begin_step(n, shape) for layer_cache, shape in zip(layer_caches, shapes, strict=True)],
-        )
+        return FusedSteps.begin(layer_caches, n, shapes, changes_basis)
 
     def attend_shared(self, index: int, q: Tensor, value_dim: int, shape: AttentionShape) -> Tensor:
         """Return attention of a later layer to entries of layer `index`, (1, Hq, T, value_dim).
