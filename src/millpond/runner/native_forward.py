@@ -161,7 +161,7 @@ class DecodeGraph:
 
 
 def _key_of(regions: Sequence[StepRegions], bases: Sequence[Basis | None]) -> tuple[Any, ...] | None:
-    """Return what `key_of` does, with the rows of a graph in place of the sequences, and the bases."""
+    """Return what `key_of` does, with a graph's rows for the sequences, and the bases."""
     key = key_of(regions)
     if key is None:
         return None
@@ -172,7 +172,7 @@ def _key_of(regions: Sequence[StepRegions], bases: Sequence[Basis | None]) -> tu
 
 
 def _rows_of(regions: Sequence[StepRegions]) -> int:
-    """Return the rows of a graph of such steps; no more than there are where formats know each sequence."""
+    """Return a graph's rows for such steps: as many as now where formats know each one."""
     n = len(regions[0].q_pos)
     own = any(one.packed is not None and one.packed.knows_regions for one in regions)
     return n if own else roomy(n)

@@ -85,7 +85,7 @@ def attend_both(
     PLAIN_BLOCK: tl.constexpr,
     PLAIN_MASSES: tl.constexpr,
 ):
-    """Run `attend` of the plain part in the first programs of a region, `before` of them, and `attend_words` in others.
+    """Run `attend` in the first `before` programs of a region, `attend_words` in others.
 
     The plain part is short and waits for memory; beside the codes it takes no time of its own.
     """

@@ -166,10 +166,11 @@ def factors_of(
     THERE: tl.constexpr,
     held,
 ):
-    """Return scales and zeros, the latter with MIDDLE scales, each (M, N) float32, of groups of a page.
+    """Return scales and zeros, each (M, N) float32, of groups of a page.
 
-    They are groups `first` (M,), which are even, and N - 1 after. The page has THERE of N, and from column `held` on
-    all is 0. Read as words and together: the compiler loads ahead what a product needs, 4 bytes or more at once.
+    MIDDLE scales are added to the zeros. They are groups `first` (M,), which are even, and N - 1 after. The page has
+    THERE of N, and from column `held` on all is 0. Read as words and together: the compiler loads ahead what a product
+    needs, 4 bytes or more at once.
     """
     n = tl.arange(0, N // 2)
     pointer = (page + SCALES).to(tl.pointer_type(tl.uint32)) + (first // 2)[:, None] + n[None, :]

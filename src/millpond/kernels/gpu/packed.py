@@ -408,9 +408,10 @@ def attend_codes(
     grid: tuple[int, int],
     plain: PlainPart | None = None,
 ) -> None:
-    """Launch `attend_words` where it serves, else `attend_packed`; `attend_both` where a plain part is given.
+    """Launch `attend_words` where it serves, else `attend_packed`.
 
-    outputs are the partial results, the logits, all splits, and the first of these.
+    Where a plain part is given, it is `attend_both`. outputs are the partial results, the logits, all splits, and the
+    first of these.
     """
     pages, layout = packed.pages, packed.pages.layout
     flags = {

@@ -140,9 +140,10 @@ def attend_words(
     HAS_MASSES: tl.constexpr,
     KEEP_LOGITS: tl.constexpr,
 ):
-    """Compute what `attend_packed` does, for codes that are numbers, after `before` programs of each region.
+    """Compute what `attend_packed` does, for codes that are numbers.
 
-    BLOCK slots are in one page, and in one group where keys are grouped by channel. Row `part * GROUP_SPAN + g` of the
+    The first `before` programs of each region do something else. BLOCK slots are in one page, and in one group where
+    keys are grouped by channel. Row `part * GROUP_SPAN + g` of the
     queries is query head g, for group `part` of the value channels.
     """
     two_128 = two_128.to(tl.uint32)
