@@ -99,7 +99,6 @@ def test_few_graphs_while_caches_grow(graphs: list[DecodeGraph]) -> None:
     made = graphs[-1]._graphs.values()
     assert [graph.inputs.regions[0].plain.table.shape[1] for graph in made] == [32, 48, 64, 96]
     assert graphs[-1].recorded == 4
-    assert graphs[-1].replayed > 200
 
 
 def test_sequences_that_come_and_go_make_few_graphs(graphs: list[DecodeGraph]) -> None:
@@ -112,7 +111,7 @@ def test_sequences_that_come_and_go_make_few_graphs(graphs: list[DecodeGraph]) -
     engine.close()
     assert len(set(rows)) >= 6  # numbers of sequences, in graphs of 8, 4, 2 and 1
     assert graphs[-1].recorded <= 4
-    assert graphs[-1].replayed >= len(rows) - 2 * 4
+    assert graphs[-1].replayed == len(rows) - graphs[-1].recorded  # all but the first of each
     for length, new in lengths.items():
         alone = engine_for("h2o")
         assert answers(launching(alone), length, new=new)[str(length)] == done[str(length)]
@@ -125,9 +124,10 @@ def test_numbers_that_go_to_and_fro_are_recorded(graphs: list[DecodeGraph]) -> N
     while not graphs[-1].replayed:
         engine.step()
     for n in range(4):
-        engine.add(ask(30, greedy(3), name=f"more {n}"))
+        engine.add(ask(30, greedy(2), name=f"more {n}"))
         while not any(output.finished for output in engine.step()):
             pass
+        engine.step()
     assert graphs[-1].recorded == 2
     engine.close()
 

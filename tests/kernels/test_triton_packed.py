@@ -150,6 +150,13 @@ def one(format: Format, **more: Any) -> PackedCase:
     )
 
 
+@pytest.mark.parametrize("format", [Format.INT4, Format.NUQ4])
+def test_splits_past_a_length_lie_between_others(format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain table has room for four splits, one of which is used; the packed part has three."""
+    monkeypatch.setattr(DECODE, "TUNING", TUNINGS[1])
+    assert_same(one(format, room=100))
+
+
 @pytest.mark.covering
 @pytest.mark.parametrize("format", list(Format))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

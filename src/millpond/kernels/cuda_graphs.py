@@ -115,9 +115,10 @@ MIN_WIDTH = 32
 
 
 def roomy(n: int) -> int:
-    """Return the next of 1, 2, 4, 8, 16, 24, 32, 48, 64, 96 .. that is at least n, which is at least 1.
+    """Return the next of 1, 2, 4, 8, 16, 24, 32, 48, 64, 96 .. that is n or more.
 
-    Steps have so many rows, and tables so many columns: few different ones, and at most half as many again as are used.
+    n is at least 1. Steps have so many rows, and tables so many columns: few different ones, and at most half as many
+    again as are used.
     """
     power: int = 1 << (n - 1).bit_length()
     return power * 3 // 4 if power > 16 and n <= power * 3 // 4 else power
@@ -185,8 +186,9 @@ class StepInputs:
         )
 
     def take(self, regions: Sequence[StepRegions]) -> None:
-        """Copy the inputs of a step, whose sequences take the first rows; no sequence takes part in the others.
+        """Copy the inputs of a step.
 
+        Its sequences take the first rows; no sequence takes part in the others.
         A tensor that is a new one whenever it changes is copied only then.
         """
         rows = len(regions[0].q_pos)
@@ -244,7 +246,7 @@ def _is(left: object, right: object) -> bool:
 
 
 def _placed(regions: StepRegions, q_pos: Tensor, given: int) -> StepRegions:
-    """Return regions like those of `given` sequences for those of q_pos, in memory of their own."""
+    """Return regions like those of `given` sequences, for those of q_pos, in other memory."""
     rows = len(regions.plain.lens) // max(given, 1) * len(q_pos)
     plain = replace(regions.plain, table=_room(regions.plain.table, rows), lens=regions.plain.lens.new_zeros(rows))
     packed = None if regions.packed is None else _placed_codes(regions.packed, rows)

@@ -19,7 +19,7 @@ def records(device: torch.device) -> bool:
 
 
 def recorded_bytes(size: ModelSize, config: EngineConfig, workload: Workload) -> int:
-    """Return the bytes of a graph of each number of rows up to `max_running`, and of the scratch that they share.
+    """Return the bytes of graphs of up to `max_running` rows, and of the scratch they share.
 
     Args:
         size: Sizes of the model.

@@ -103,7 +103,7 @@ def plain_constants(pages: PageArrays, block: int) -> dict[str, int]:
 
 
 def _lowest(n_regions: int, n_chunks: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return room for value, position and slot of the lowest entry of each chunk, (R, n_chunks) each."""
+    """Return room for value, position and slot of the lowest entries, (R, n_chunks) each."""
     value = torch.empty(n_regions, n_chunks, dtype=torch.float32, device=device)
     position, slot = torch.empty(2, n_regions, n_chunks, dtype=torch.int32, device=device)
     return value, position, slot

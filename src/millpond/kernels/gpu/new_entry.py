@@ -19,9 +19,9 @@ from millpond.kernels.gpu.common import KEYS, LOG_MASSES, POSITIONS, SCORES, TYP
 
 @triton.jit
 def turned(row, at, ok, cos, sin, HALF: tl.constexpr, TYPE: tl.constexpr):
-    """Return channels `at`, all in order, of heads at `row`, 0 where not `ok`; rotated unless HALF is 0.
+    """Return channels `at`, all in order, of heads at `row`; rotated unless HALF is 0.
 
-    `cos` and `sin` point to those of the first 2 * HALF channels.
+    They are 0 where not `ok`. `cos` and `sin` point to those of the first 2 * HALF channels.
     """
     x = tl.load(row + at, mask=ok, other=0.0)
     if HALF == 0:
@@ -79,10 +79,11 @@ class Turn(NamedTuple):
 
     @classmethod
     def of(cls, args: DecodeArgs) -> Turn | None:
-        """Return the rotation of a step, none where it has no angles; None where the rows are rotated before.
+        """Return the rotation of a step, an empty one where it has no angles.
 
-        That is where `attend` cannot do it, or had better not: the registers that it takes would leave fewer programs
-        on a core, but for those that keep logits. Of float32 a compiler may join a product with the sum behind it.
+        None: the rows are rotated before. That is where `attend` cannot do it, or had better not: the registers that it
+        takes would leave fewer programs on a core, but for those that keep logits. Of float32 a compiler may join a
+        product with the sum behind it.
         """
         if args.angles is None:
             return cls((args.q, 0, args.q, 0), {"HALF": 0, "TURN_TYPE": tl.float32})

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millpond.kernels.gpu.attend import store_part, take_in
+from millpond.kernels.gpu.both_parts import attend_both
 from millpond.kernels.gpu.common import (
     INF,
     KEYS,
@@ -23,7 +24,7 @@ from millpond.kernels.gpu.common import (
     rows_of,
     tile_rows,
 )
-from millpond.kernels.gpu.packed_words import TWO_128, attend_both, attend_words, word_launch, word_shapes, words_serve
+from millpond.kernels.gpu.packed_words import TWO_128, attend_words, word_launch, word_shapes, words_serve
 from millpond.kernels.packed.layout import LANES as TILE_LANES
 from millpond.kernels.packed.layout import MAX_NAMED, RUN, Format, Offsets, Side, table_of
 from millpond.kernels.packed.regions import PackedRegions
@@ -407,9 +408,10 @@ def attend_codes(
     grid: tuple[int, int],
     plain: PlainPart | None = None,
 ) -> None:
-    """Launch `attend_words` where it serves, else `attend_packed`; `attend_both` where a plain part is given.
+    """Launch `attend_words` where it serves, else `attend_packed`.
 
-    outputs are the partial results, the logits, all splits, and the first of these.
+    Where a plain part is given, it is `attend_both`. outputs are the partial results, the logits, all splits, and the
+    first of these.
     """
     pages, layout = packed.pages, packed.pages.layout
     flags = {
