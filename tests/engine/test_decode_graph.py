@@ -166,7 +166,7 @@ def test_codes(case: str, graphs: list[DecodeGraph]) -> None:
     for n in test_codecs.LENGTHS:
         engine.add(test_codecs.ask(n))
     done = finish(engine)
-    assert bool(graphs[-1].replayed > 20) == (case not in ("full by age", "h2o by age"))
+    assert bool(graphs[-1].replayed > 20) == (case not in ("full by age", "h2o by age", "h2o int8 mikv"))
     assert {n: tokens(done[str(n)]) for n in test_codecs.LENGTHS} == {
         n: test_codecs.alone(case, n) for n in test_codecs.LENGTHS
     }
