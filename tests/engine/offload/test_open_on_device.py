@@ -139,7 +139,7 @@ def test_what_a_device_does_not_run(folders: dict[str, Path]) -> None:
     ("given", "message"),
     [
         ({"device_memory": "1GiB"}, "device_memory='1GiB' is memory of an accelerator"),
-        ({"device_memory": "1GiB", "device": "cpu"}, "and device='cpu' is none"),
+        ({"device_memory": "1GiB", "device": "cpu"}, "and device='cpu' is not one"),
         ({"memory": "1GiB", "device": "cuda"}, "needs device_memory="),
         ({"device_memory": "1GiB", "device": "cuda", "machine": "."}, "machine= is for a plan inside"),
         ({"device": "gpu0"}, "device='gpu0'"),
