@@ -30,6 +30,7 @@ from millpond.engine.outputs import CacheSnapshot, EngineStats, RequestOutput
 from millpond.engine.preemption import Preemptor, groups_of
 from millpond.engine.prompt_images import image_reader
 from millpond.engine.prompt_start import PromptStart
+from millpond.engine.record_steps import record_steps
 from millpond.engine.request import Request
 from millpond.engine.request_ends import RequestEnds
 from millpond.engine.request_state import RequestState
@@ -76,6 +77,8 @@ class Engine(MovingRequests):
 
     #: Whether steps are launched ahead (see `RunAhead`); None: on a GPU with all weights and entries in its memory.
     _runs_ahead: ClassVar[bool | None] = None
+    #: Whether steps are recorded at the start (see `record_steps`); None: under the same condition.
+    _records_at_start: ClassVar[bool | None] = None
 
     @shows_options(EngineConfig)
     def __init__(
@@ -108,6 +111,8 @@ class Engine(MovingRequests):
                 self._preemptor.has_room,
                 enabled=on_cuda and in_memory if self._runs_ahead is None else self._runs_ahead,
             )
+            if on_cuda and in_memory if self._records_at_start is None else self._records_at_start:
+                record_steps(parts)
             self._transfer = RequestTransfer(parts, self._validator)
             self._ends, self._faults = RequestEnds(parts), FaultIsolation(parts)
             self._changed_outside_step: list[RequestState] = []

@@ -217,7 +217,7 @@ def key_of(regions: Sequence[StepRegions]) -> tuple[Any, ...] | None:
 
     None for steps that wait for the device.
     """
-    numbers: list[float] = [len(regions[0].q_pos)]
+    numbers: list[Any] = [len(regions[0].q_pos)]
     fixed: list[Any] = []
     for region_set in regions:
         if region_set.kept is not None or region_set.least is not None:
@@ -227,8 +227,9 @@ def key_of(regions: Sequence[StepRegions]) -> tuple[Any, ...] | None:
             region_set.shape.softcap,
             region_set.shape.window,
             bool(region_set.plain.pages.n_arenas),
+            region_set.rule,  # each batch cache has its own, of the same values
         )
-        fixed += (region_set.plain.pages, region_set.plain.pages.bases, region_set.rule, region_set.shape.sink_logits)
+        fixed += (region_set.plain.pages, region_set.plain.pages.bases, region_set.shape.sink_logits)
         if region_set.packed is not None:
             packed = region_set.packed
             numbers.append(bool(packed.pages.n_arenas))

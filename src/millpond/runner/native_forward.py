@@ -109,6 +109,11 @@ class NativeForward:
             self._graph = DecodeGraph(self._decoder.forward, record_cuda)
 
     @property
+    def graph(self) -> DecodeGraph | None:
+        """Recorded decoding steps; None: each is launched."""
+        return self._graph
+
+    @property
     def code_bytes(self) -> int:
         """Bytes of matrices in codes; 0 where none is."""
         return 0 if self._watch is not None else code_bytes(self._decoder)

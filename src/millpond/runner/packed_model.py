@@ -29,6 +29,7 @@ from millpond.hf.shared_keys import readers_of
 from millpond.hf.signals.rotary import CHANGING
 from millpond.kernels.quantized_weight import FORMATS
 from millpond.models.cache_argument import cache_argument
+from millpond.models.lean.decode_graph import DecodeGraph
 from millpond.models.lean.decoder import GivenRows
 from millpond.models.weights.streamed import StreamedLayers
 from millpond.runner.image_encoder import ImageEncoder, check_images
@@ -170,6 +171,11 @@ class PackedModel:
     @property
     def runner(self) -> Runner:
         return "modules" if self._lean is None else "lean"
+
+    @property
+    def decode_graph(self) -> DecodeGraph | None:
+        """Recorded decoding steps; None: steps of this model are launched."""
+        return None if self._lean is None else self._lean.graph
 
     def limit_context(self, most: int | None) -> None:
         """Let texts be shorter than the model's own context; None: as long.
