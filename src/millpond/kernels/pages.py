@@ -16,7 +16,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 #: Arenas whose addresses there is room for on a device.
-_MIN_ROOM = 64
+_MIN_ROOM = 1024
 
 
 class Arenas(ABC):
