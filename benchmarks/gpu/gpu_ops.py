@@ -14,6 +14,7 @@ from millpond.kernels import gpu, reference
 from millpond.kernels.args import AttentionShape, DecodeArgs, EntryRows, PageRegions, PrefillArgs, StepRegions
 from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Reduce, Signal
 from millpond.kernels.decoder_ops import DecoderOps, GatedActivation, Norm
+from millpond.kernels.gpu import few_rows
 from millpond.kernels.gpu.dense import FusedDense
 
 HEADS, KV_HEADS, DIM = 32, 8, 128  # of the captured step
@@ -209,7 +210,45 @@ def check_dense(machine: Machine) -> Iterator[Row]:
         }
 
 
-CHECKS = (check_copies, check_dense, check_decode, check_prefill)
+FEW_ROWS_SHAPES: list[tuple[int, int, int]] = [
+    # rows, of the matrix, of numbers each
+    (1, 6144, 4096),
+    (8, 28672, 4096),
+    (2, 4096, 14336),
+    (3, 1001, 333),
+]
+
+
+def check_few_rows(machine: Machine) -> Iterator[Row]:
+    """Products of few rows by the kernel against torch's, whichever is faster."""
+    shapes = [(1, 70, 2100), (3, 65, 130)] if machine.tiny else FEW_ROWS_SHAPES
+    for dtype, (rows, n, k) in itertools.product((torch.bfloat16, torch.float16, torch.float32), shapes):
+        if not machine.mine():
+            continue
+        torch.manual_seed(0)
+        sizes = ((rows, k), (n, k), (n,), (rows, n))
+        x, weight, bias, residual = (torch.randn(size, device=machine.device).to(dtype) for size in sizes)
+        worst = 0.0
+        for some, base in itertools.product((None, bias), (None, residual)):
+            found, want = (
+                multiplied(x, weight, some, None if base is None else base.clone())
+                for multiplied in (few_rows.multiply, few_rows.by_torch)
+            )
+            worst = max(worst, error(found, want))
+        yield {
+            "op": "few rows",
+            "dtype": str(dtype),
+            "shape": str((rows, n, k)),
+            "rule": "",
+            "out": worst,
+            "lse": 0.0,
+            "pages": 0.0,
+            "exact": True,
+            "limit": TOLERANCE[dtype],
+        }
+
+
+CHECKS = (check_copies, check_dense, check_few_rows, check_decode, check_prefill)
 
 
 def run_check(machine: Machine) -> list[Row]:

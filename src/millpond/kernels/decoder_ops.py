@@ -169,12 +169,16 @@ class DecoderOps:
         wide = x.float()
         return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
+    def product(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        """Return x (N, k) through one matrix: (N, n)."""
+        return multiply_rows(x, weight, bias)
+
     def apart(self, x: Tensor, projection: Projection) -> list[Tensor]:
         """Return norm(x) through each matrix: (N, n) each, with contiguous rows."""
         x = x if projection.norm is None else self.norm(x, projection.norm)
         if projection.whole is None:
-            return [multiply_rows(x, *part) for part in projection.parts]
-        together = multiply_rows(x, *projection.whole)
+            return [self.product(x, *part) for part in projection.parts]
+        together = self.product(x, *projection.whole)
         return list(torch.split(together, [len(weight) for weight, _ in projection.parts], -1))
 
     def activated(self, x: Tensor, projection: Projection) -> Tensor:

@@ -13,7 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from millpond.kernels.decoder_ops import DecoderOps, GatedActivation, Norm, Projection
+from millpond.kernels.gpu import few_rows
 from millpond.kernels.gpu.common import TYPES, check, on_its_device, rows_of
+from millpond.kernels.quantized_weight import Weight
 
 SILU = tl.constexpr(int(GatedActivation.SILU))
 GELU = tl.constexpr(int(GatedActivation.GELU))
@@ -257,7 +259,7 @@ def gate(opened: Tensor, closed: Tensor | None, act: GatedActivation) -> Tensor:
 
 
 class FusedDense(DecoderOps):
-    """Rows through torch's matrix products, with one kernel between two of them.
+    """Rows through torch's matrix products, or `few_rows`, with one kernel between two of them.
 
     What a kernel does not take, such as weights in another dtype than the rows, goes through torch.
     """
@@ -268,15 +270,16 @@ class FusedDense(DecoderOps):
         fits = norm.weight.dtype is x.dtype and norm.weight.is_contiguous()
         return normalize(x, norm) if fits else super().norm(x, norm)
 
+    def product(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        return few_rows.product(x, weight, bias)
+
     def gated(self, parts: list[Tensor], act: GatedActivation) -> Tensor:
         opened, *closed = parts
         return gate(opened, closed[0] if closed else None, act)
 
     def added(self, x: Tensor, projection: Projection, residual: Tensor) -> Tensor:
         ((weight, bias),) = projection.parts
-        if bias is None and isinstance(weight, Tensor):
-            return residual.addmm_(x, weight.t())  # torch.addmm would copy the residual first
-        return super().added(x, projection, residual)
+        return few_rows.product(x, weight, bias, residual)
 
     def rotate_(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         alike = q.dtype is k.dtype and cos.dtype is sin.dtype and cos.dtype in TYPES
