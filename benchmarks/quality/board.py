@@ -218,10 +218,14 @@ def main() -> None:
 def add_rows(path: Path, name: str, fresh: Sequence[dict[str, Any]], note: dict[str, Any]) -> None:
     """Add rows to the results, in place of those of the same setting and task.
 
-    A row of more contexts stays: a short run beside the board must not take the full cache's row from the others.
+    A row of more contexts stays: a short run beside the board must not take the full cache's row from the others. A row
+    of another processor than the first ones' names it.
     """
     report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"models": {}}
-    own = report["models"].setdefault(name, {"rows": []})
+    own = report["models"].setdefault(name, {**note, "rows": []})
+    cpu = note["machine"]["cpu"]
+    if own["rows"] and cpu != own["machine"]["cpu"]:  # the rows that are there were computed elsewhere
+        fresh, note = [{**row, "cpu": cpu} for row in fresh], own
     known = {json.dumps([row["setting"], row["task"], row["protocol"]]): row for row in own["rows"]}
     for row in fresh:
         key = json.dumps([row["setting"], row["task"], row["protocol"]])

@@ -120,6 +120,16 @@ def test_fewer_contexts_replace_no_row_of_more(tmp_path: Path, board: ModuleType
         assert last[0]["scores"] == ([1.0, 0.5] if len(scores) < 2 else scores)
 
 
+def test_rows_of_another_processor_name_it(tmp_path: Path, board: ModuleType) -> None:
+    rows, row = tmp_path / "rows.json", {"task": "t", "protocol": "agnostic", "questions": 8, "bytes": 1.0}
+    for cpu, method in (("one", "full"), ("other", "h2o"), ("one", "tova")):
+        fresh = row | {"setting": [method, "", "auto"], "family": "facts", "scores": [1.0, 0.5]}
+        board.add_rows(rows, "m", [fresh], {"dtype": "f32", "seed": 7, "machine": {"cpu": cpu}})
+    own = json.loads(rows.read_text())["models"]["m"]
+    assert (own["machine"]["cpu"], [each.get("cpu") for each in own["rows"]]) == ("one", [None, "other", None])
+    assert "Computed in f32 on one; `h2o` on facts on other; seed 7." in rows.with_suffix(".md").read_text()
+
+
 def test_contexts_of_an_interrupted_run_are_the_first_of_a_whole_one(board: ModuleType) -> None:
     cell = Cell("m", "full", "", "auto", "t", "agnostic", 7)
     records = [Record(cell.key, f"7-{i}", 0, "", i / 20, 1, 9, 1.0, 100, 100, bf16_kv_bytes=100) for i in range(12)]

@@ -124,9 +124,16 @@ def board_page(report: Mapping[str, Any], picture: str = "") -> str:
     ]
     for name, own in report["models"].items():
         tasks = {row["family"]: f"{row['family']}: `{row['task']}`, {row['protocol']}" for row in own["rows"]}
-        machine = own["machine"]
-        note = (
-            f"Computed in {own['dtype']} on {machine['cpu']}, seed {own['seed']}. Tasks: {'; '.join(tasks.values())}."
-        )
+        machines = "; ".join([own["machine"]["cpu"], *_elsewhere(own["rows"])])
+        note = f"Computed in {own['dtype']} on {machines}; seed {own['seed']}. Tasks: {'; '.join(tasks.values())}."
         parts.append(f"## {name}\n\n{note}\n\n{board_table(own['rows'])}")
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _elsewhere(rows: Sequence[BoardRow]) -> list[str]:
+    """Settings whose rows were computed on another processor than the model's others, each with it."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if "cpu" in row:
+            found.setdefault(row["cpu"], []).append(f"`{Setting(*row['setting'])}` on {row['family']}")
+    return [f"{', '.join(settings)} on {cpu}" for cpu, settings in found.items()]
