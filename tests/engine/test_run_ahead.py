@@ -268,7 +268,7 @@ def test_service_is_that_of_the_rows_that_counted(ahead: bool) -> None:
     while not any(output.request_id == "57" and output.finished for output in engine.step()):
         pass
     state = engine._requests["40"]
-    engine.cache_of("40")  # reads what is on the way
+    engine.cache_of("40")  # reads what is pending
     n = len(state.completions[0].tokens)
     stopped = said.index(ends) + 1
     assert stopped > 4

@@ -378,7 +378,7 @@ class Engine(MovingRequests):
         began = time.perf_counter()
         step = self._scheduler.plan()
         if not self._ahead.follows(step):
-            changed += self._read_on_the_way(step)
+            changed += self._read_pending(step)
         for state in self._requests:
             state.move_group()
         suspect = self._faults.isolate(step)
@@ -438,15 +438,15 @@ class Engine(MovingRequests):
         """Take note of how long a pass took, by which later steps are shared out among clients."""
         self._scheduler.record_step_time(step, seconds)
 
-    def _read_on_the_way(self, step: Step) -> list[RequestState]:
-        """Read the step on the way before another one, and return the requests with tokens."""
+    def _read_pending(self, step: Step) -> list[RequestState]:
+        """Read the pending step before another one, and return the requests with tokens."""
         advanced = self._ahead.settle(step)
         self._ends.collect_finished(advanced)
         self._scheduler.leave_out_ended(step)
         return advanced
 
     def _settle(self) -> None:
-        """Read the step on the way, as a cache is looked at between two steps.
+        """Read the pending step, as a cache is looked at between two steps.
 
         The next step reports its tokens.
         """

@@ -3,11 +3,11 @@
 A model on a GPU would wait for the host at every step: the host sees the tokens first and launches the next pass then.
 So where the next step is a plain decoding step, its pass is launched with the tokens where they are, on the device.
 Only then are the tokens of the step before read, while the device works, and the host appends them and looks for ends.
-Between two calls of `Engine.step` one step is on the way: the caches hold its entries, and no answer has its tokens.
+Between two calls of `Engine.step` one step is pending: the caches hold its entries, and no answer has its tokens.
 
-* A step follows the one on the way if it only decodes: nothing is read, preempted, resumed or released, all of its
+* A step follows the pending one if it only decodes: nothing is read, preempted, resumed or released, all of its
   answers are in the step before it, none of them reaches `max_tokens` there, and its pages are free. Before all else,
-  and before anything besides a step looks at a cache, the step on the way is read.
+  and before anything besides a step looks at a cache, the pending step is read.
 * Answers that need the host between two tokens never take part: those with a grammar, with forbidden tokens or with
   known ones, those whose cache is looked at when they end (`watch`, reports of what was forgotten), and suspects of a
   failed pass. An engine that stores finished turns runs no step ahead at all.
@@ -29,7 +29,7 @@ from millpond.engine.step_executor import LaunchedStep, StepExecutor
 
 
 class RunAhead:
-    """The decoding step that is on the way, and when another is launched behind it.
+    """The decoding step that is pending, and when another is launched behind it.
 
     Args:
         parts: Parts of the engine.
@@ -47,7 +47,7 @@ class RunAhead:
         self._requests, self._scheduler, self._sampler = parts.requests, parts.scheduler, parts.sampler
         self._executor, self._has_room = executor, has_room
         self._enabled = enabled and parts.sessions is None and parts.disk_tier is None
-        self._on_the_way: LaunchedStep | None = None
+        self._pending: LaunchedStep | None = None
         self.n_followed = 0
 
     def takes(self, step: Step) -> bool:
@@ -55,31 +55,31 @@ class RunAhead:
         return self._enabled and _only_decodes(step) and all(map(self._may_run_ahead, step.decodes))
 
     def follows(self, step: Step) -> bool:
-        """Return whether a step may be launched before the one on the way is read."""
-        if self._on_the_way is None or not self.takes(step):
+        """Return whether a step may be launched before the pending one is read."""
+        if self._pending is None or not self.takes(step):
             return False
-        there = self._on_the_way.completions
+        there = self._pending.completions
         answers = [completion for scheduled in step.decodes for completion in self._answers(scheduled)]
         is_next = all(answer in there and len(answer.tokens) + 1 < answer.max_new_tokens for answer in answers)
         return is_next and self._has_room(step)
 
     def launch(self, groups: list[DecodeGroup], step: Step) -> list[RequestState]:
-        """Launch a step that `takes`, then read the one on the way.
+        """Launch a step that `takes`, then read the pending one.
 
         Returns:
             Requests with new tokens, or that failed.
 
         Raises:
-            Exception: the pass failed, see `StepExecutor.run`; the step on the way is still there.
+            Exception: the pass failed, see `StepExecutor.run`; the pending step is still there.
         """
-        launched = self._executor.launch(groups, self._on_the_way)
-        self.n_followed += self._on_the_way is not None
+        launched = self._executor.launch(groups, self._pending)
+        self.n_followed += self._pending is not None
         advanced = self.settle(step)
-        self._on_the_way = launched
+        self._pending = launched
         return [*launched.choices.failed, *advanced]
 
     def settle(self, step: Step | None = None) -> list[RequestState]:
-        """Read the step on the way, if there is one.
+        """Read the pending step, if there is one.
 
         Args:
             step: Step that was planned behind it, whose rows of ended answers do not count; None: none was.
@@ -87,12 +87,12 @@ class RunAhead:
         Returns:
             Requests with new tokens; the caller retires what has ended.
         """
-        before, self._on_the_way = self._on_the_way, None
+        before, self._pending = self._pending, None
         return [] if before is None else self._read(before, step)
 
     def drop(self) -> None:
-        """Forget the step on the way."""
-        self._on_the_way = None
+        """Forget the pending step."""
+        self._pending = None
 
     def _read(self, before: LaunchedStep, step: Step | None) -> list[RequestState]:
         open_answers = [completion for completion in before.completions if not completion.finished]

@@ -39,7 +39,7 @@ class MovingRequests:
         raise NotImplementedError
 
     def _settle(self) -> None:
-        """Read the tokens that are on the way, so that answers and caches belong together."""
+        """Read the tokens that are pending, so that answers and caches belong together."""
         raise NotImplementedError
 
     def export_request(self, request_id: str) -> bytes:
