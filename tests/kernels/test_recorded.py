@@ -62,12 +62,12 @@ def test_the_addresses_of_arenas_stay_where_they_are_on_a_device() -> None:
     pages = PageArrays(4, 16, 8, 8, torch.float32, torch.device("meta"))
     pages.add_arena()
     first = pages.bases
-    assert first.shape == (5, 64)
-    for _ in range(63):
+    assert first.shape == (5, 1024)
+    for _ in range(1023):
         pages.add_arena()
     assert pages.bases is first
     pages.add_arena()
-    assert pages.bases.shape == (5, 128)
+    assert pages.bases.shape == (5, 2048)
     here = PageArrays(4, 16, 8, 8, torch.float32, torch.device("cpu"))
     here.add_arena()
     assert here.bases.shape == (5, 1)

@@ -68,7 +68,7 @@ def record_steps(parts: Components) -> None:
 
 
 def _sizes(max_running: int) -> Iterator[int]:
-    """Yield numbers of sequences, each the most that a graph has rows for, or as many as may run."""
+    """Yield numbers of sequences: the rows that graphs have, and as many as may run."""
     n = 0
     while n < max_running:
         n = min(roomy(n + 1), max_running)
@@ -83,7 +83,10 @@ def _read(model: PackedModel, text: BatchCache, n: int) -> None:
 
 
 def _lacks_codes(text: BatchCache) -> bool:
-    """Whether no entry is in codes, in a part that would have some of a longer text: steps over them are others."""
+    """Whether a longer text would have entries in codes, and this one has none.
+
+    Steps over codes are others.
+    """
     return any(not part.region_lengths.any() for part in _packed_parts(text))
 
 

@@ -259,7 +259,7 @@ def gate(opened: Tensor, closed: Tensor | None, act: GatedActivation) -> Tensor:
 
 
 class FusedDense(DecoderOps):
-    """Rows through torch's matrix products, or `few_rows`, with one kernel between two of them.
+    """Rows through torch's products, or `few_rows`, with one kernel between two of them.
 
     What a kernel does not take, such as weights in another dtype than the rows, goes through torch.
     """

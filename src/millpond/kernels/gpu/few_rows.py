@@ -74,7 +74,10 @@ def multiply_few(
     HAS_BIAS: tl.constexpr,
     ADDS: tl.constexpr,
 ):
-    """Write BLOCK_N columns of the product of all rows, or if PARTED of their sums over `span` numbers."""
+    """Write BLOCK_N columns of the product of all rows.
+
+    If PARTED, of their sums over `span` numbers.
+    """
     column = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
     row = tl.arange(0, ROWS)[None, :]
     part = tl.program_id(1)
@@ -181,7 +184,7 @@ def by_torch(x: Tensor, weight: Weight, bias: Tensor | None = None, residual: Te
 
 
 def product(x: Tensor, weight: Weight, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-    """Return `multiply` or `by_torch` of rows x (N, k), whichever was found faster for as many on their device."""
+    """Return `multiply` or `by_torch` of rows x (N, k), whichever is faster on their device."""
     if _fits(weight, x, bias, residual) and _is_faster(x, weight, bias, residual):
         return multiply(x, weight, bias, residual)
     return by_torch(x, weight, bias, residual)
