@@ -34,7 +34,8 @@ from millpond.kernels.gpu.common import TYPES, block_of, check, dot_type, on_its
 from millpond.kernels.gpu.new_entry import Turn
 from millpond.kernels.gpu.packed import PlainPart, attend_codes
 from millpond.kernels.gpu.packed_words import words_serve
-from millpond.kernels.gpu.score_and_store import score, settle
+from millpond.kernels.gpu.score import score
+from millpond.kernels.gpu.settle import settle
 from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.pages import PageArrays
 
