@@ -31,6 +31,7 @@ from millpond.kernels.block_args import BlockSumsArgs
 from millpond.kernels.decoder_ops import turned
 from millpond.kernels.eager.packed_pages import write_across_heads
 from millpond.kernels.packed.regions import PackedRegions
+from millpond.kernels.selection_args import Best, BestArgs, MoveArgs, ShareArgs
 
 
 class OpSet(Protocol):
@@ -144,6 +145,25 @@ class OpSet(Protocol):
         oldest is evicted. `MergeRule` says how they are merged; kept entries keep their positions. The last entries of
         a region move into the freed slots.
         """
+        ...
+
+    def best_columns(self, args: BestArgs) -> Best:
+        """Return the entries of regions that stay: pinned ones first, then those of highest value.
+
+        Of equal values the newest stay. NaN has no order.
+        """
+        ...
+
+    def shared_counts(self, args: ShareArgs) -> Tensor:
+        """Return (L, H) int32: how many entries the heads of layers keep that compete (Ada-KV, arXiv:2407.11550).
+
+        Every head keeps its best `least`, pinned ones first; what is left of `total` goes to the highest values of all
+        heads together. Of equal values the first heads keep theirs, the newest first.
+        """
+        ...
+
+    def move_entries(self, args: MoveArgs) -> None:
+        """Copy entries of regions to the first slots of their pages, or of others, with all that is stored of them."""
         ...
 
     def admit(self, args: HeadRuleArgs) -> bool:
@@ -308,6 +328,21 @@ def read_packed(regions: PackedRegions, width: int, head_dim: int) -> PaddedEntr
 def merge_slots(args: MergeArgs) -> None:
     """Run `OpSet.merge_slots`."""
     op_set(args.regions.pages.dtype, args.regions.device).merge_slots(args)
+
+
+def best_columns(args: BestArgs) -> Best:
+    """Run `OpSet.best_columns`."""
+    return op_set(args.value.dtype, args.device).best_columns(args)
+
+
+def shared_counts(args: ShareArgs) -> Tensor:
+    """Run `OpSet.shared_counts`."""
+    return op_set(args.value.dtype, args.device).shared_counts(args)
+
+
+def move_entries(args: MoveArgs) -> None:
+    """Run `OpSet.move_entries`."""
+    op_set(args.source.pages.dtype, args.device).move_entries(args)
 
 
 def admit(args: HeadRuleArgs) -> bool:

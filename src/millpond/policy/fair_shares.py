@@ -21,8 +21,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from millpond.kernels.eager.selection import priority
 from millpond.kernels.transfers import on_device
-from millpond.policy.selection import priority
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
+from millpond.kernels.eager.selection import priority
 from millpond.policy.layer_allocation import apportion
-from millpond.policy.selection import keep_best, priority
+from millpond.policy.selection import keep_best
 from millpond.policy.view import View
 
 

@@ -5,26 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: Bits of a priority below its value: which entry it is.
-_ENTRY_BITS = 31
-
-
-def priority(value: Tensor, valid: Tensor, pinned: Tensor) -> Tensor:
-    """Return (H, N) int64 priorities, no two alike, higher is kept longer.
-
-    Pinned entries come first, then order is by value, the newest, the first head. Invalid ones come last. Values are
-    compared as float32.
-
-    Args:
-        value: (H, N), higher is kept.
-        valid: (H, N) bool, False in columns without an entry. Columns ascend in position.
-        pinned: (H, N) bool, entries that are kept first.
-    """
-    bits = (value.float() + 0.0).view(torch.int32)  # + 0.0 makes one zero of the two
-    ascending = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # integers in the order of the floats
-    ascending = ascending.masked_fill(pinned, 1 << 31).masked_fill(~valid, -(1 << 31) - 1)
-    entry = torch.arange(value.numel(), device=value.device).view(value.shape).flip(0)
-    return (ascending << _ENTRY_BITS) + entry
+from millpond.kernels.eager.selection import priority
 
 
 def rank_by_value(value: Tensor, valid: Tensor, pinned: Tensor) -> Tensor:

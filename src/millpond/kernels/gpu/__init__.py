@@ -19,6 +19,7 @@ from millpond.kernels.gpu.block_sums import block_sums
 from millpond.kernels.gpu.decode import decode, decode_rows, decode_shared
 from millpond.kernels.gpu.pages import read, write
 from millpond.kernels.gpu.prefill import prefill
+from millpond.kernels.gpu.selection import best_columns, move_entries, shared_counts
 from millpond.kernels.gpu.transform import decode_pages
 from millpond.kernels.merge.reference import merge_slots
 
@@ -26,16 +27,19 @@ __all__ = [
     "absolute_sums",
     "admit",
     "attend",
+    "best_columns",
     "block_sums",
     "decode",
     "decode_pages",
     "decode_rows",
     "decode_shared",
     "merge_slots",
+    "move_entries",
     "newest_alike",
     "prefill",
     "read",
     "read_packed",
+    "shared_counts",
     "window_signal",
     "write",
     "write_packed",
