@@ -18,6 +18,7 @@ class Entries(NamedTuple):
     scores: Tensor  #: (H, N) float32
     log_masses: Tensor | None = None  #: (H, N) float32; None where entries have no masses
     n_quantized: int = 0  #: the first columns are the slots of the packed part, in order, tombstones at position -1
+    complete: bool = False  #: known on the host: column i of every head is the token at position i, and none is missing
 
 
 class PromptChunk(NamedTuple):
@@ -25,7 +26,8 @@ class PromptChunk(NamedTuple):
 
     sequence: int
     q: Tensor  #: (Hq, Q, key_dim)
-    q_pos: Tensor  #: (Q,) int32
+    q_pos: Tensor  #: (Q,) int32, consecutive
+    seen: int  #: position after the last of them
     entries: Entries  #: stored entries (padded), then those of the new tokens
     budget: Callable[[], int]  #: entries per KV head that the sequence may keep after this pass
 

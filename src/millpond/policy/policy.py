@@ -361,9 +361,9 @@ class Policy:
         """
         self.protect.check(budget)
         if self.prefill == "chunks":
-            self._protected(budget, True).check(budget)
+            self.protected(budget, True).check(budget)
 
-    def _protected(self, budget: int, between: bool) -> Protect:
+    def protected(self, budget: int, between: bool) -> Protect:
         """Return the entries that no score can evict.
 
         `between` chunks of a prompt stabilizers are among them.
@@ -456,13 +456,11 @@ class Policy:
             NumericsError: the scores are NaN.
         """
         assert self.score is not None, "a policy that keeps everything makes no plan"
-        protect = self._protected(budget, between)
+        protect = self.protected(budget, between)
         protect.check(budget)
         pinned = protect.mask(view, budget, 0 if self.every_step else view.turn)
         view = replace(view, budget=budget, pinned=pinned)
-        value = self.score.score(view, self.layer_seed(view.layer))
-        if self.shared:
-            value = value.mean(0, keepdim=True).expand_as(value)
+        value = self.value(view)
         if bool((value.isnan() & view.valid).any()):
             raise NumericsError(
                 f"layer {view.layer}: the attention scores are NaN; check the model's weights and inputs"
@@ -474,7 +472,7 @@ class Policy:
         heads = decided if decided is not None else self.decode_allocation
         counts = heads.keep_counts(value, view.valid, pinned, budget)
         keep = keep_best(value, view.valid, pinned, counts)
-        caps = self._caps(counts, view, budget)
+        caps = self.caps(counts, view.counts, budget)
         if decided is not None and not self.bounded:
             caps = caps.masked_fill(decided.grows.to(caps.device), UNBOUNDED)
         standing = None
@@ -488,12 +486,28 @@ class Policy:
             return None
         return self.merge.merge(view, keep, value, self.layer_seed(view.layer))
 
-    def _caps(self, counts: Tensor, view: View, budget: int) -> Tensor:
+    def value(self, view: View, n_layers: int = 1) -> Tensor:
+        """Return (n_layers * H, N) the value of each entry of a view of `n_layers` layers, higher is kept."""
+        assert self.score is not None, "a policy that keeps everything makes no plan"
+        value = self.score.score(view, self.layer_seed(view.layer))
+        if not self.shared:
+            return value
+        by_layer = value.view(n_layers, -1, value.shape[1])
+        return by_layer.mean(1, keepdim=True).expand_as(by_layer).flatten(0, 1)
+
+    def caps(self, counts: Tensor, held: Tensor, budget: int) -> Tensor:
+        """Return the most entries that each head may hold after a plan, (H,).
+
+        Args:
+            counts: (H,) entries that stay.
+            held: (H,) entries before.
+            budget: Entries per head on average.
+        """
         if self.makes_room:
             return with_rest(counts, budget)
         if not self.every_step:
             return counts.new_full(counts.shape, UNBOUNDED)
-        if bool((counts < view.counts).any()):
+        if bool((counts < held).any()):
             return counts
         fits = bool((counts <= budget).all())
         return counts.new_full(counts.shape, budget) if fits else with_rest(counts, budget)

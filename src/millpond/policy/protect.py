@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from millpond.errors import BudgetError, OptionError
@@ -103,12 +104,20 @@ class Protect:
                 fitting.append((begin, end))
         return fitting
 
-    def mask(self, view: View, budget: int, turn: int = 0) -> Tensor:
-        """Return (H, N) bool: the protected entries, and the newest `turn` if `keeps_short_turn`."""
+    def spans(self, view: View, budget: int, turn: int = 0) -> list[tuple[int, int]]:
+        """Return [begin, end) of protected positions, and of the newest `turn` if `keeps_short_turn`.
+
+        They may overlap, or begin before 0.
+        """
         count = self.newest(budget)
         if self.keeps_short_turn(turn, budget):
             count = max(count, turn)
-        protected = (view.positions >= view.seen - count) | (view.positions < self.sinks)
-        for begin, end in self.prompts_that_fit(view.prompts, budget):
-            protected |= (view.positions >= begin) & (view.positions < end)
+        return [(0, self.sinks), (view.seen - count, view.seen), *self.prompts_that_fit(view.prompts, budget)]
+
+    def mask(self, view: View, budget: int, turn: int = 0) -> Tensor:
+        """Return (H, N) bool: the protected entries, see `spans`."""
+        protected = torch.zeros_like(view.valid)
+        for begin, end in self.spans(view, budget, turn):
+            if begin < end:
+                protected |= (view.positions >= begin) & (view.positions < end)
         return view.valid & protected

@@ -17,8 +17,13 @@ PARTS: tuple[Part, Part] = ("keys", "values")
 Read = Callable[[Part], Tensor]
 
 
-def columns_of(part: Tensor, order: Tensor) -> Tensor:
-    """Return the columns of a part of entries (H, N) or (H, N, dim) in the given order (H, n)."""
+def columns_of(part: Tensor, order: Tensor | None) -> Tensor:
+    """Return the columns of a part of entries (H, N) or (H, N, dim) in the given order (H, n).
+
+    None: all as they are.
+    """
+    if order is None:
+        return part
     if part.ndim == 2:
         return part.gather(1, order)
     n_heads, n, dim = part.shape
@@ -50,6 +55,7 @@ class View:
         attention_rows: Attention of each of the last queries, see `window_rows`; None if no queries are kept.
         log_masses: (H, N) float32, the log of how many entries each one stands for; None if each is one.
         memory: State of the last merge of this sequence for the next; None for nothing.
+        complete: Whether the host knows that every column has an entry.
         fair: Spans that keep a share of the budget; None for none.
         prompts: [begin, end) of the first prompt and of each later turn, oldest first, for a policy that protects them.
         repeated_rows: Attention of queries that repeated the prompt, see `rows_of_repetition`; None if none are kept.
@@ -73,6 +79,7 @@ class View:
     attention_rows: Callable[[int], Tensor] | None = None
     log_masses: Tensor | None = None
     memory: Tensor | None = None
+    complete: bool = False
     fair: FairSpans | None = None
     prompts: tuple[tuple[int, int], ...] = ()
     repeated_rows: Callable[[int], Tensor] | None = None
@@ -151,7 +158,7 @@ class View:
         entries = self.stored(part)
         entries = entries.to(torch.promote_types(entries.dtype, torch.float32))
         valid = self.valid
-        return entries if bool(valid.all()) else entries.masked_fill(~valid[..., None], 0)
+        return entries if self.complete or bool(valid.all()) else entries.masked_fill(~valid[..., None], 0)
 
     @property
     def valid(self) -> Tensor:

@@ -188,7 +188,7 @@ class PagedAttention:
         self, chunk: PromptChunk, reduce: Reduce | None, decay: float = 1.0
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Attend from many queries to stored and new entries, with column sums: see `ops.prefill`."""
-        sequence, q, q_pos, entries, budget = chunk
+        sequence, q, q_pos, _, entries, budget = chunk
         selective = self._sequence_state.selective
         if selective is not None and not self.shape.window:
             args = PrefillArgs(q, entries.keys, entries.values, q_pos, self.shape)

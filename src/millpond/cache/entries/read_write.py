@@ -11,18 +11,29 @@ from millpond.cache.entries import quantize
 from millpond.cache.entries.compaction import SlotView
 from millpond.cache.entries.quantize import write_fresh_pages
 from millpond.cache.pages.page_table import PageTable
+from millpond.cache.pages.region_arrays import Ints
 from millpond.cache.types import Entries, by_position
 from millpond.kernels import ops
 from millpond.kernels.args import EntryRows, PaddedEntries
 from millpond.kernels.pages import Arenas
+from millpond.kernels.transfers import on_device
 from millpond.policy.view import columns_of
 
 
-def read(table: PageTable, sequence: int) -> Entries:
-    """Return all entries of a sequence, one row per KV head, padded at the end, in any order."""
-    rows = table.rows(sequence)
-    width = int(table.lengths()[sequence].max(initial=0))
+def read(table: PageTable, sequence: int, n_if_complete: int | None = None) -> Entries:
+    """Return all entries of a sequence, one row per KV head, padded at the end, in any order.
+
+    Args:
+        table: Table of the layer.
+        sequence: Sequence in the table.
+        n_if_complete: Tokens so far: plain entries that are as many in every head are `complete`. None if gaps between
+            positions were closed, so that the number does not tell.
+    """
+    rows, lens = table.rows(sequence), table.lengths()[sequence]
+    width = int(lens.max(initial=0))
     plain = Entries(*ops.read(table.regions_of(rows), width))
+    if n_if_complete is not None and (lens == n_if_complete).all():
+        return plain._replace(complete=True)
     return plain if table.quantized is None else quantize.before(table.quantized, sequence, plain)
 
 
@@ -51,7 +62,8 @@ def join(past: Entries, k: Tensor, v: Tensor, q_pos: Tensor, scores: Tensor | No
     n_new = k.shape[1]
     positions = q_pos.expand(k.shape[0], -1)
     if not past.positions.shape[1]:
-        return Entries(k, v, positions, torch.zeros(positions.shape, device=k.device) if scores is None else scores)
+        scores = torch.zeros(positions.shape, device=k.device) if scores is None else scores
+        return Entries(k, v, positions, scores, complete=past.complete)
     return Entries(
         torch.cat([past.keys.to(k.dtype), k], 1),
         torch.cat([past.values.to(v.dtype), v], 1),
@@ -59,6 +71,7 @@ def join(past: Entries, k: Tensor, v: Tensor, q_pos: Tensor, scores: Tensor | No
         F.pad(past.scores, (0, n_new)) if scores is None else torch.cat([past.scores, scores], 1),
         None if past.log_masses is None else F.pad(past.log_masses, (0, n_new)),
         past.n_quantized,
+        past.complete,
     )
 
 
@@ -101,6 +114,20 @@ def replace(table: PageTable, sequence: int, entries: Entries, keep: Tensor, *, 
     order = by_position(torch.where(keep, entries.positions, -1))
     counts = keep.sum(1)
     write_fresh_pages(table, sequence, entries, order[:, : int(counts.max())], counts)
+
+
+def keep_columns(
+    table: PageTable, sequence: int, entries: Entries, columns: Tensor, counts: Ints, *, last: bool = True
+) -> None:
+    """Hold exactly the first counts (H,) candidates of columns (H, n), ascending by position, see `replace`."""
+    if table.quantized is None:
+        write_fresh_pages(table, sequence, entries, columns, torch.from_numpy(counts))
+        return
+    n = entries.positions.shape[1]
+    stays = torch.arange(columns.shape[1], device=columns.device) < on_device(counts, columns.device)[:, None]
+    keep = torch.zeros(len(columns), n + 1, dtype=torch.bool, device=columns.device)
+    keep.scatter_(1, torch.where(stays, columns, n).long(), True)
+    quantize.replace(table, sequence, entries, keep[:, :n], seal=last)
 
 
 def drop(table: PageTable, sequence: int, entries: Entries, gone: Tensor, *, last: bool = True) -> None:

@@ -191,6 +191,7 @@ class LayerCache(LayerStorage):
         """
         table = self._open_table(k, v, shape)
         kind = self._kind(table, q.dtype, span)
+        self.planner.settle()
         if kind == "decode_one" and self.pending:
             table = self._table = self.planner.run_deferred(table, self._prompt)
         elif kind == "prompt" and self.probe is None:
@@ -373,7 +374,7 @@ class LayerCache(LayerStorage):
     @property
     def _is_prepared(self) -> bool:
         """Whether a decoding step needs no more than its pages: no plan waits, nothing is scored or published."""
-        if not self._opened or self.pending or self.shared is not None:
+        if not self._opened or self.pending or self.shared is not None or not self.planner.is_settled:
             return False
         return not (self.policy.scores_entries and self.scores_answers)
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from millpond.cache.entries import read_write
 from millpond.cache.entries.quantize import write_fresh_pages
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import PagePool
@@ -22,8 +21,8 @@ from millpond.kernels.args import EntryRows
 
 #: find(key_dim, value_dim, dtype that the model computes in, device) -> the pool of pages of this shape.
 FindPool = Callable[[int, int, torch.dtype, torch.device], PagePool]
-#: plan(table, sequence, entries): let the table hold what shall stay of the entries of a sequence, as they are stored.
-Plan = Callable[[PageTable, int, Entries], None]
+#: plan(table, sequence): let the table hold what shall stay of the entries of a sequence.
+Plan = Callable[[PageTable, int], None]
 
 
 class PromptPages:
@@ -94,7 +93,7 @@ class PromptPages:
             sequences = range(table.n_seq)
         try:
             for sequence in sequences:
-                plan(into, sequence, read_write.read(table, sequence))
+                plan(into, sequence)
                 planned.append(sequence)
         except BaseException:
             if into is not table:

@@ -81,16 +81,18 @@ class NewTokens(NamedTuple):
     k: Tensor
     v: Tensor
     positions: Tensor
+    first: int  #: the first of the positions, which are consecutive
     scores: Tensor | None  #: (Hkv, Q) float32 that are stored with the entries; None: zero
 
     def part(self, begin: int, end: int) -> NewTokens:
         """Return the tokens of some columns."""
-        q, k, v, positions, scores = self
+        q, k, v, positions, first, scores = self
         return NewTokens(
             q[:, begin:end],
             k[:, begin:end],
             v[:, begin:end],
             positions[begin:end],
+            first + begin,
             None if scores is None else scores[:, begin:end],
         )
 
@@ -168,7 +170,7 @@ class PromptPass:
             if len(positions):
                 q_own, k_own, v_own = (t[sequence, :, own] for t in (q, k, v))
                 given = None if scores is None else scores[sequence, :, own]
-                tokens = NewTokens(q_own, k_own, v_own, positions, given)
+                tokens = NewTokens(q_own, k_own, v_own, positions, int(span.before[sequence]), given)
                 out[sequence, :, own] = self._read_one(table, sequence, tokens, waits, probe)
         return out
 
@@ -215,10 +217,11 @@ class PromptPass:
     ) -> Tensor:
         """Read many tokens of one sequence -> (Hq, Q, value_dim)."""
         chunked = probe is None and self.policy.prefill == "chunks"
-        n, seen, chunk = len(tokens.positions), int(tokens.positions[-1]) + 1, self.policy.chunk
+        n, chunk = len(tokens.positions), self.policy.chunk
+        seen = tokens.first + n
         first, flags = chunk - (seen - n) % chunk, self.policy.needs.prompt_flags
         if flags is not None:  # as long as a later turn may be a short one, nothing leaves
-            whole = flags.all_seen_until(self._turn(sequence, tokens.positions)) - (seen - n)
+            whole = flags.all_seen_until(self._turn(sequence, tokens.first)) - (seen - n)
             first += -(-max(whole - first, 0) // chunk) * chunk
         ends = range(first, n, chunk) if chunked else ()
         outs = []
@@ -238,17 +241,16 @@ class PromptPass:
         until: int = 0,
     ) -> Tensor:
         """Read tokens that attend to stored entries and to each other, see `Planner.add_chunk`."""
-        q, k, v, q_pos, scores = tokens
+        q, k, v, q_pos, first, scores = tokens
+        seen = first + len(q_pos)
         if self.sequence_state.rolling is not None:
             q, k = self.sequence_state.rolling.prefill(table, sequence, q, k, q_pos)
-        past = read_write.read(table, sequence)
+        past = read_write.read(table, sequence, self.planner.held_if_complete(sequence, first))
         columns = None if probe is not None else self.sequence_state.columns.pop(sequence, None)
         if columns is not None:  # the pages are others', and so are the scores in them
             past = past._replace(scores=columns)
         entries = read_write.join(past, k, v, q_pos, scores)
-        chunk = PromptChunk(
-            sequence, q, q_pos, entries, lambda: self.planner.budget(table, sequence, int(q_pos[-1]) + 1)
-        )
+        chunk = PromptChunk(sequence, q, q_pos, seen, entries, lambda: self.planner.budget(table, sequence, seen))
         reduce = REDUCE[self.policy.reduce] if self.policy.observes_all else None
         flags = self.policy.needs.prompt_flags
         if flags is None or not flags.act_within(self.attention.shape.window):
@@ -273,14 +275,14 @@ class PromptPass:
             self.planner.add_chunk(table, chunk, lse, sums, defer=waits, until=until)
         return out
 
-    def _turn(self, sequence: int, q_pos: Tensor) -> int:
-        """Return the position at which the turn of new tokens at q_pos (Q,) begins."""
-        return self.sequence_state.turns[sequence] if sequence in self.sequence_state.pending else int(q_pos[0])
+    def _turn(self, sequence: int, first: int) -> int:
+        """Return the position at which the turn of new tokens begins, `first` that of the first of them."""
+        return self.sequence_state.turns[sequence] if sequence in self.sequence_state.pending else first
 
     def _attend_flagged(self, chunk: PromptChunk, flags: PromptFlags) -> tuple[Tensor, Tensor]:
         """Attend to what the flags let queries see -> (Hq, Q, value_dim), (Hq, Q)."""
-        sequence, positions, first = chunk.sequence, chunk.entries.positions, int(chunk.q_pos[0])
-        turn = self._turn(sequence, chunk.q_pos)
+        sequence, positions, first = chunk.sequence, chunk.entries.positions, chunk.seen - len(chunk.q_pos)
+        turn = self._turn(sequence, first)
         visible = flags.visible(chunk.entries.scores, positions, first, turn)
         kept = self.planner.in_kept_spans(sequence, positions)
         if kept is not None:

@@ -15,6 +15,7 @@ from millpond.cache.attention.paged import PagedAttention
 from millpond.cache.entries import read_write
 from millpond.cache.layer.prompt_pages import PromptPages
 from millpond.cache.pages.page_table import PageTable
+from millpond.cache.planning.prompt_selection import ScoreCheck, Wanted, only_selects, select
 from millpond.cache.planning.step_merger import StepMerger
 from millpond.cache.planning.views import ViewBuilder
 from millpond.cache.state.positions import PositionTracker
@@ -63,6 +64,8 @@ class Planner:
         self._sequence_state = sequence_state
         self._tracker = tracker
         slots = slot_plan(policy, attention.index)
+        self._only_selects = only_selects(policy)
+        self._check: ScoreCheck | None = None
         self._merger = None if slots is None else StepMerger(slots, REDUCE[policy.reduce], attention, sequence_state)
 
     # ------------------------------------------------------------------ budgets
@@ -165,15 +168,14 @@ class Planner:
             until: Tokens of the text that are known to follow, these included, if a chunk of it ends: entries beyond
                 their budget are evicted, and the plan of the whole is still to come. 0 if no chunk ends.
         """
-        sequence, q, q_pos, entries, _ = chunk
+        sequence, q, q_pos, seen, entries, _ = chunk
         self._sequence_state.queries.remember(sequence, q, q_pos, self._attention.rotary)
         if self._sequence_state.head_rules is not None:
             self._sequence_state.head_rules.remember(sequence, q, lse, q_pos)
         if sums is not None:
             entries = entries._replace(scores=entries.scores * self._policy.decay ** len(q_pos) + sums)
-        seen = int(q_pos[-1]) + 1
         if sequence not in self._sequence_state.pending:
-            self._sequence_state.turns[sequence] = int(q_pos[0])
+            self._sequence_state.turns[sequence] = seen - len(q_pos)
         if until:
             self._sequence_state.pending[sequence] = seen
             self.plan(table, sequence, entries, seen, self.budget(table, sequence, until), between=True)
@@ -227,8 +229,9 @@ class Planner:
                 "with it"
             )
 
-        def plan(into: PageTable, sequence: int, entries: Entries) -> None:
+        def plan(into: PageTable, sequence: int) -> None:
             seen = pending.get(sequence)
+            entries = read_write.read(table, sequence, self.held_if_complete(sequence, seen or 0))
             if seen is None:
                 return read_write.replace(into, sequence, entries, entries.positions >= 0)
             if reconstruction is not None:
@@ -309,6 +312,9 @@ class Planner:
             budget: Entries per KV head; None for the budget of `seen` tokens.
             between: Whether more of the prompt follows, so that nothing is quantized yet.
         """
+        if self._selects(table, sequence, entries, seen):
+            budget = self.budget(table, sequence, seen) if budget is None else budget
+            return self._select(table, sequence, entries, seen, budget, between)
         alive = entries.positions >= 0
         window = self._attention.shape.window
         if window:  # what no later query can see
@@ -334,6 +340,54 @@ class Planner:
         if self._sequence_state.head_rules is not None:
             assert plan is None or isinstance(plan, NestedPlan)
             self._sequence_state.head_rules.apply_plan(table, sequence, plan)
+
+    def held_if_complete(self, sequence: int, seen: int) -> int | None:
+        """Return how many entries a head holds of a sequence that has lost none of `seen` tokens.
+
+        None if that cannot be told: gaps that were closed give entries other positions, in any order.
+        """
+        closed = self._tracker.closed
+        return None if sequence < len(closed) and closed[sequence] else seen
+
+    def _selects(self, table: PageTable, sequence: int, entries: Entries, seen: int) -> bool:
+        """Whether a plan of a sequence is a choice by scores alone, of all its tokens."""
+        if not entries.complete or not self._only_selects or self._attention.shape.window:
+            return False
+        if self._tracker.marks.shares or self._n_kept(sequence) or self._nothing_to_choose(table, sequence, seen):
+            return False
+        return table.quantized is None or not table.quantized.codec.tiered
+
+    def _select(self, table: PageTable, sequence: int, entries: Entries, seen: int, budget: int, between: bool) -> None:
+        """Let the table hold what `select` chooses of all tokens of a sequence, as `plan` does."""
+        entries = self.views.signal(sequence, entries)
+        view = self.views.of(table, sequence, entries, entries.positions, None, seen)
+        selection = select(self._policy, view, [Wanted(self._attention.index, budget, between)])
+        self._expect(selection.check)
+        (counts,), (capacities,) = selection.counts, selection.capacities
+        read_write.keep_columns(table, sequence, entries, selection.columns, counts, last=not between)
+        self.set_budget(table, sequence, budget, torch.from_numpy(capacities))
+
+    def _expect(self, check: ScoreCheck) -> None:
+        """Refuse NaN in the scores of a plan once that has reached the host, at the latest in the next plan or step."""
+        self.settle()
+        self._check = check
+        if check.is_ready:
+            self.settle()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no plan is left whose scores were not looked at."""
+        return self._check is None
+
+    def settle(self) -> None:
+        """Look at the scores of the last plan.
+
+        Raises:
+            NumericsError: they are NaN.
+        """
+        check, self._check = self._check, None
+        if check is not None:
+            check.settle()
 
     def _choose(
         self, table: PageTable, sequence: int, entries: Entries, alive: Tensor, seen: int, budget: int, between: bool

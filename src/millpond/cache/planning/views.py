@@ -37,11 +37,12 @@ class ViewBuilder:
         self.repetition: ReconstructionProbe | None = None
 
     def of(
-        self, table: PageTable, sequence: int, entries: Entries, positions: Tensor, order: Tensor, seen: int
+        self, table: PageTable, sequence: int, entries: Entries, positions: Tensor, order: Tensor | None, seen: int
     ) -> View:
         """Return the view of candidates of a table, their signal as `scores`, in the given order.
 
-        Positions are -1 for candidates that the policy must not see.
+        Positions are -1 for candidates that the policy must not see. None: the order is that of the candidates, which
+        are `complete`.
         """
         begin = self._sequence_state.turns.get(sequence, 0)
         view = View(
@@ -56,7 +57,8 @@ class ViewBuilder:
             memory=self._sequence_state.memories.get(sequence),
             log_masses=None if entries.log_masses is None else columns_of(entries.log_masses, order),
             recent_attention=lambda: columns_of(self._latest(sequence, entries), order),
-            attention_rows=lambda head: self._rows(sequence, entries, head)[..., order[head]],
+            attention_rows=lambda head: _ordered(self._rows(sequence, entries, head), order, head),
+            complete=order is None,
             prompts=self._sequence_state.prompts.get(sequence, ()),
         )
         if self._policy.sums_queries:
@@ -64,9 +66,14 @@ class ViewBuilder:
         queries = None if self.repetition is None else self.repetition.queries(sequence)
         if queries is not None:
             rows = self._attention.look_back_rows
-            view = replace(view, repeated_rows=lambda head: rows(sequence, *queries, entries, head)[..., order[head]])
+            view = replace(
+                view, repeated_rows=lambda head: _ordered(rows(sequence, *queries, entries, head), order, head)
+            )
         head_rules = self._sequence_state.head_rules
-        return view if head_rules is None else self._with_rules(view, table, head_rules, sequence, entries, order)
+        if head_rules is None:
+            return view
+        assert order is not None, "a method whose heads have rules of their own is given an order"
+        return self._with_rules(view, table, head_rules, sequence, entries, order)
 
     def signal(self, sequence: int, entries: Entries) -> Entries:
         """Return candidates whose `scores` are the basis of the policy's score."""
@@ -122,3 +129,8 @@ class ViewBuilder:
             return view
         kinds = torch.from_numpy(table.rules()[sequence]).to(order.device)
         return replace(view, head_kinds=kinds, head_local=int(table.newest_protected()[sequence].max()))
+
+
+def _ordered(rows: Tensor, order: Tensor | None, head: int) -> Tensor:
+    """Return rows (group, w, N) of attention of a KV head in the order of its view."""
+    return rows if order is None else rows[..., order[head]]

@@ -180,6 +180,15 @@ class WrappedScore:
         return self.base.signal
 
 
+#: Scores of which a region's entries alone decide, by positions and the signal: many layers are scored at once.
+_BY_REGION = (AccumulatedAttention, LeastAttention, LastAttention, WindowAttention, Recency)
+
+
+def is_by_region(score: object) -> bool:
+    """Whether a score reads nothing of a view but `positions`, `signal` and `seen`, for each region alone."""
+    return type(score) in _BY_REGION
+
+
 def innermost(score: object) -> object:
     """Return the score that `score` is or builds on."""
     while isinstance(score, WrappedScore):
