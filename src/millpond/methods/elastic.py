@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -150,7 +151,7 @@ class AnchorPolicy(Policy):
         after = plan.keep.cumsum(1) > index
         scores = own_scores(view).clamp(min=_STANDING).masked_fill(after, 0)
         merged = plan.merged or Merged(view.keys, view.values, view.masses.log().float(), scores)
-        return replace(plan, caps=torch.full_like(plan.caps, budget), merged=replace(merged, scores=scores))
+        return replace(plan, caps=np.full_like(plan.caps, budget), merged=replace(merged, scores=scores))
 
     def _index(self, n_kept: int) -> int:
         """Return the place of the entry that leaves, of `kept` at the end of the prompt."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -126,7 +127,7 @@ class HeadRulesPolicy(Policy):
         kinds = self._choose(view, outside, local) if settled is None else settled
         leave = outside.gather(0, kinds.view(1, -1, 1).expand(outside[:1].shape))
         leave = self._within(heads._replace(kinds=kinds[None]), leave)[0]
-        return NestedPlan(view.valid & ~leave, kinds.new_full(kinds.shape, budget), kinds, local)
+        return NestedPlan(view.valid & ~leave, np.full(len(kinds), budget), kinds, local)
 
     def classes_of(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Return the class of each entry; the first positions count as special tokens."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict
 from millpond.option_ranges import check_parts
 from millpond.policy.codec_refusal import codec_refusal
 from millpond.policy.decode_rule import room_order
-from millpond.policy.eviction_plan import EvictionPlan, with_rest
+from millpond.policy.eviction_plan import Counts, EvictionPlan, with_rest
 from millpond.policy.head_allocation import HeadAllocation, PromptHeadAllocation, Uniform
 from millpond.policy.layer_allocation import EvenLayers, LayerAllocation, PromptLayers
 from millpond.policy.merging import Merge, Merged
@@ -427,7 +428,7 @@ class Policy:
         evict = Evict.NEVER if self.score.evict is None or self.merge is not None else self.score.evict
         return replace(shared, signal=self.score.signal, reduce=REDUCE[self.reduce], evict=evict, decay=self.decay)
 
-    def newest(self, layer: int, caps: Tensor, budget: int) -> Tensor:
+    def newest(self, layer: int, caps: Counts, budget: int) -> Counts:
         """Return how many of the newest entries each head protects while decoding, (H,).
 
         If eviction uses the scores of the last plan, which newer entries lack, at least half of the capacity that the
@@ -438,10 +439,10 @@ class Policy:
             caps: Most entries per head, (H,).
             budget: Their mean.
         """
-        newest = torch.full_like(caps, 0 if self.keeps_all else self.protect.newest(budget))
+        newest = np.full_like(caps, 0 if self.keeps_all else self.protect.newest(budget))
         if not self.makes_room or not self.decode_rule(layer).evict.by_score:
             return newest
-        return newest.maximum((caps - self.protect.sinks) // 2)
+        return np.maximum(newest, (caps - self.protect.sinks) // 2)
 
     def plan(self, view: View, budget: int, *, between: bool = False) -> EvictionPlan:
         """Choose the entries of `view` to keep under `budget` entries per head.
@@ -472,9 +473,10 @@ class Policy:
         heads = decided if decided is not None else self.decode_allocation
         counts = heads.keep_counts(value, view.valid, pinned, budget)
         keep = keep_best(value, view.valid, pinned, counts)
-        caps = self.caps(counts, view.counts, budget)
+        n_kept, n_held = torch.stack([counts, view.counts]).cpu().numpy()
+        caps = self.caps(n_kept, n_held, budget)
         if decided is not None and not self.bounded:
-            caps = caps.masked_fill(decided.grows.to(caps.device), UNBOUNDED)
+            caps = np.where(decided.grows.cpu().numpy(), UNBOUNDED, caps)
         standing = None
         if self.makes_room and not self.gathers:
             standing = (value.shape[1] - rank_by_value(value, view.valid, pinned)).float()
@@ -495,19 +497,18 @@ class Policy:
         by_layer = value.view(n_layers, -1, value.shape[1])
         return by_layer.mean(1, keepdim=True).expand_as(by_layer).flatten(0, 1)
 
-    def caps(self, counts: Tensor, held: Tensor, budget: int) -> Tensor:
-        """Return the most entries that each head may hold after a plan, (H,).
+    def caps(self, counts: Counts, held: Counts, budget: int) -> Counts:
+        """Return the most entries that each head may hold after a plan, (H,) on the host.
 
         Args:
-            counts: (H,) entries that stay.
-            held: (H,) entries before.
+            counts: (H,) entries that stay, on the host.
+            held: (H,) entries before, on the host.
             budget: Entries per head on average.
         """
         if self.makes_room:
             return with_rest(counts, budget)
         if not self.every_step:
-            return counts.new_full(counts.shape, UNBOUNDED)
-        if bool((counts < held).any()):
+            return np.full_like(counts, UNBOUNDED)
+        if (counts < held).any():
             return counts
-        fits = bool((counts <= budget).all())
-        return counts.new_full(counts.shape, budget) if fits else with_rest(counts, budget)
+        return np.full_like(counts, budget) if (counts <= budget).all() else with_rest(counts, budget)

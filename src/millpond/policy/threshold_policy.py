@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from torch import Tensor
+import numpy as np
 
 from millpond.codec.spec import Codec
 from millpond.kernels.decode_rules import UNBOUNDED
 from millpond.policy.codec_refusal import WAY_OUT
-from millpond.policy.eviction_plan import EvictionPlan, with_rest
+from millpond.policy.eviction_plan import Counts, EvictionPlan, with_rest
 from millpond.policy.policy import Policy
 from millpond.policy.view import View
 
@@ -55,7 +55,7 @@ class ThresholdPolicy(Policy):
         policy = replace(self, protect=replace(self.protect, recent=max(newest, short))) if short > newest else self
         return Policy.plan(policy, view, budget, between=between)
 
-    def _caps(self, counts: Tensor, view: View, budget: int) -> Tensor:
+    def caps(self, counts: Counts, held: Counts, budget: int) -> Counts:
         if self.every_step:  # what comes in is counted from here, also where nothing has left
             return counts
-        return with_rest(counts, budget) if self.makes_room else counts.new_full(counts.shape, UNBOUNDED)
+        return with_rest(counts, budget) if self.makes_room else np.full_like(counts, UNBOUNDED)

@@ -24,7 +24,7 @@ from millpond.cache.state.sequence_state import SequenceState
 from millpond.cache.types import Entries, PromptChunk, by_position
 from millpond.errors import BudgetError, OptionError
 from millpond.kernels.decode_rules import UNBOUNDED
-from millpond.policy.eviction_plan import EvictionPlan, with_rest
+from millpond.policy.eviction_plan import Counts, EvictionPlan, with_rest
 from millpond.policy.head_rules import NestedPlan
 from millpond.policy.merging import Merged
 from millpond.policy.policy import REDUCE, Policy
@@ -75,14 +75,14 @@ class Planner:
         budget, window = self._entries(table, sequence, seen), self._attention.shape.window
         return min(budget, window) if window else budget
 
-    def set_budget(self, table: PageTable, sequence: int, budget: int, capacities: Tensor | None = None) -> None:
+    def set_budget(self, table: PageTable, sequence: int, budget: int, capacities: Counts | None = None) -> None:
         """Limit a sequence to `budget` entries per KV head from now on, or to `capacities` (H,)."""
-        numbers = np.full(table.n_kv_heads, budget) if capacities is None else capacities.cpu().numpy()
+        numbers = np.full(table.n_kv_heads, budget) if capacities is None else capacities
         if self._attention.shape.window:
             numbers = np.minimum(numbers, self._attention.shape.window)
         n_kept = self._n_kept(sequence)
-        free = torch.from_numpy(numbers - n_kept).clamp(min=0) if n_kept else torch.from_numpy(numbers)
-        newest = self._policy.newest(self._attention.index, free, max(budget - n_kept, 0)).numpy()
+        free = np.maximum(numbers - n_kept, 0) if n_kept else numbers
+        newest = self._policy.newest(self._attention.index, free, max(budget - n_kept, 0))
         table.set_budget(sequence, numbers.astype(np.int32), newest.astype(np.int32))
 
     def shrink_upper_tier(self, table: PageTable, positions: np.ndarray) -> None:
@@ -101,7 +101,7 @@ class Planner:
             less = int(old.sum()) // len(old) - budget
             if less > 0:
                 least = max(self._policy.protect.minimum(), 1)
-                self.set_budget(table, sequence, budget, torch.from_numpy((old - less).clip(min=least)))
+                self.set_budget(table, sequence, budget, (old - less).clip(min=least))
 
     def _n_kept(self, sequence: int) -> int:
         """Return the positions of kept spans, without sinks.
@@ -336,7 +336,7 @@ class Planner:
             self.set_budget(table, sequence, budget, None if plan is None else plan.caps)
         else:
             read_write.replace(table, sequence, entries, alive, last=not between)
-            self.set_budget(table, sequence, most, with_rest(counts, most) if most < UNBOUNDED else None)
+            self.set_budget(table, sequence, most, with_rest(counts.cpu().numpy(), most) if most < UNBOUNDED else None)
         if self._sequence_state.head_rules is not None:
             assert plan is None or isinstance(plan, NestedPlan)
             self._sequence_state.head_rules.apply_plan(table, sequence, plan)
@@ -365,7 +365,7 @@ class Planner:
         self._expect(selection.check)
         (counts,), (capacities,) = selection.counts, selection.capacities
         read_write.keep_columns(table, sequence, entries, selection.columns, counts, last=not between)
-        self.set_budget(table, sequence, budget, torch.from_numpy(capacities))
+        self.set_budget(table, sequence, budget, capacities)
 
     def _expect(self, check: ScoreCheck) -> None:
         """Refuse NaN in the scores of a plan once that has reached the host, at the latest in the next plan or step."""
@@ -427,7 +427,7 @@ class Planner:
             read_write.replace(table, sequence, entries, keep, last=not between)
         else:
             self._hold_merged(table, sequence, plan.merged, view.positions, plan.keep, entries, aside)
-        return replace(plan, caps=(plan.caps + n_kept).clamp(max=UNBOUNDED)) if n_kept else plan
+        return replace(plan, caps=np.minimum(plan.caps + n_kept, UNBOUNDED)) if n_kept else plan
 
     def _kept_aside(
         self, sequence: int, positions: Tensor, alive: Tensor, seen: int, budget: int

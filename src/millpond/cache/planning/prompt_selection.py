@@ -19,6 +19,7 @@ from millpond.errors import NumericsError
 from millpond.kernels import ops
 from millpond.kernels.selection_args import BestArgs, ShareArgs
 from millpond.kernels.transfers import ReadBack, on_device
+from millpond.policy.eviction_plan import Counts
 from millpond.policy.head_allocation import Ada, Uniform
 from millpond.policy.policy import Policy
 from millpond.policy.scores.attention import is_by_region
@@ -50,7 +51,7 @@ class Selection(NamedTuple):
 
     columns: Tensor  #: (L * H, width) int32, ascending; anything after the entries of a region
     counts: Ints  #: (L, H) entries of each region, on the host
-    capacities: Ints  #: (L, H) the most entries that each region may hold from now on
+    capacities: Counts  #: (L, H) the most entries that each region may hold from now on
     check: ScoreCheck  #: whether scores are NaN
 
 
@@ -129,12 +130,10 @@ def select(policy: Policy, view: View, wanted: Sequence[Wanted]) -> Selection:
         counts = ReadBack([there]).wait()[0].numpy().astype(np.int32)
         there = there.flatten()
     columns, is_nan = ops.best_columns(BestArgs(value, pins, there, int(counts.max())))
-    caps = [
-        policy.caps(torch.from_numpy(own), torch.full_like(torch.from_numpy(own), n), one.budget)
-        for own, one in zip(counts, wanted, strict=True)
-    ]
+    numbers_of = zip(counts.astype(np.int64), wanted, strict=True)
+    caps = np.stack([policy.caps(own, np.full_like(own, n), one.budget) for own, one in numbers_of])
     check = ScoreCheck(is_nan, [one.layer for one in wanted])
-    return Selection(columns, counts, torch.stack(caps).numpy().astype(np.int32), check)
+    return Selection(columns, counts, caps, check)
 
 
 def _upload(
