@@ -16,6 +16,7 @@ from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Reduce, S
 from millpond.kernels.decoder_ops import DecoderOps, GatedActivation, Norm
 from millpond.kernels.gpu import few_rows
 from millpond.kernels.gpu.dense import FusedDense
+from millpond.kernels.window_args import PagedWindowArgs
 
 HEADS, KV_HEADS, DIM = 32, 8, 128  # of the captured step
 
@@ -248,7 +249,51 @@ def check_few_rows(machine: Machine) -> Iterator[Row]:
         }
 
 
-CHECKS = (check_copies, check_dense, check_few_rows, check_decode, check_prefill)
+WINDOW_SHAPES: list[tuple[int, int, int, int, int, int]] = [
+    # regions, group, queries, key dim, slots, stored
+    (8, 4, 32, 128, 16, 1500),
+    (64, 4, 32, 64, 64, 700),
+    (3, 7, 64, 80, 256, 300),
+    (4, 1, 1, 256, 16, 900),
+    (1, 16, 8, 576, 64, 520),
+]
+
+
+def check_window(machine: Machine) -> Iterator[Row]:
+    """Attention of a few queries to every entry, from pages of ragged regions and from a tensor."""
+    settings = [(Reduce.MEAN, 0.0, 0, False), (Reduce.MAX, 5.0, 100, True), (Reduce.SUM, 0.0, 0, True)]
+    shapes = WINDOW_SHAPES[2:4] if machine.tiny else WINDOW_SHAPES
+    for dtype, shape, (reduce, softcap, window, has_sink) in itertools.product(
+        (torch.bfloat16, torch.float16, torch.float32), shapes, settings
+    ):
+        if not machine.mine():
+            continue
+        n_regions, group, n_queries, dim, slots, stored = shape
+        stored = stored // 8 if machine.tiny else stored
+        lens = [(stored, stored // 2, stored - 1, 0)[r % 4] for r in range(n_regions)]
+        layer, device = Layer(machine, dtype, (dim, 16), slots, n_regions, stored, lens), machine.device
+        q = torch.randn(n_regions, group, n_queries, dim, device=device).to(dtype)
+        sink = torch.randn(n_regions * group, device=device) if has_sink else None
+        kind = AttentionShape(dim**-0.5, softcap, window, sink)
+        q_pos = ints(range(stored - n_queries // 2, stored + n_queries - n_queries // 2), device)
+        args = PagedWindowArgs(q, q_pos, layer.regions, stored, kind, reduce)
+        one = args.over(reference.read(layer.regions, stored))
+        expected = reference.window_sums(args)
+        found, again, apart = gpu.window_sums(args), gpu.window_sums(args), gpu.window_signal(one)
+        yield {
+            "op": "window",
+            "dtype": str(dtype),
+            "shape": str(shape),
+            "rule": reduce.name,
+            "out": error(apart, expected),
+            "lse": 0.0,
+            "pages": error(found, expected),
+            "exact": torch.equal(found, again),
+            "limit": SCORE_TOLERANCE,
+        }
+
+
+CHECKS = (check_copies, check_dense, check_few_rows, check_decode, check_prefill, check_window)
 
 
 def run_check(machine: Machine) -> list[Row]:

@@ -25,6 +25,7 @@ from millpond.models.lean.describe import describe
 from tests.helpers.hf.families import family
 from tests.helpers.kernels.make import Call, Case
 from tests.helpers.kernels.packed_make import PackedCase, side
+from tests.kernels.test_triton_window import paged
 
 if not INTERPRET:
     pytest.skip("launches are counted in the interpreter of Triton", allow_module_level=True)
@@ -142,6 +143,22 @@ def test_attention_over_numbers_and_codes(
     counts = of_attention(PackedCase(plain, [96, 96], side(format, group=32), side(format, group=16), 32))
     more = {name: 2 if name == "score" else n for name, n in more.items()}
     assert counts == {"attend_both": 1, "combine": 1, **more}
+
+
+@pytest.mark.parametrize("given", [{}, {"masses": True, "has_sink": True, "window": 40}])
+def test_attention_of_a_few_queries_to_every_entry(given: dict[str, Any]) -> None:
+    """Four regions, as of several layers; `_local_scalar_dense` would be the wait for a number."""
+    pages = paged(**given)
+    entries = pages.over(gpu.read(pages.regions, pages.width))
+    known = replace(entries, lse=torch.zeros(entries.q.shape[:2]))
+    for op, args, expected in (
+        (gpu.window_sums, pages, {"window_parts": 1, "window_shares": 1}),
+        (gpu.window_signal, entries, {"window_parts": 1, "window_shares": 1}),
+        (gpu.window_signal, known, {"window_shares": 1}),
+    ):
+        with launches() as counts:
+            op(args)
+        assert counts == expected
 
 
 #: Of a step besides its layers: embeddings, angles, the last norm, the head and what joins the layers' sums.

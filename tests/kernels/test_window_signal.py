@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from millpond.kernels import blockwise, native, ops, reference
+from millpond.kernels.args import AttentionShape, PageRegions
 from millpond.kernels.decode_rules import Reduce
 from millpond.kernels.native import library
+from millpond.kernels.window_args import PagedWindowArgs
 from tests.helpers.examples import examples
 from tests.helpers.kernels.args import window_args
+from tests.helpers.kernels.make import Case
 from tests.helpers.kernels.prompts import TOLERANCE
 
 needs_native = pytest.mark.skipif(not library.runnable(), reason="installed without native kernels")
@@ -94,3 +97,23 @@ def test_what_queries_see(impl: ModuleType) -> None:
     torch.testing.assert_close(signal, torch.tensor([[0.5, 1.5, 0.0, 0.0]]))
     unseen = impl.window_signal(window_args(q, k, q_pos - 3, k_pos, scale=1.0))
     assert torch.equal(unseen, torch.zeros(1, 4))
+
+
+@pytest.mark.parametrize("masses", [False, True])
+@pytest.mark.parametrize("impl", [reference, blockwise, ops, pytest.param(native, marks=needs_native)])
+def test_regions_in_pages(impl: ModuleType, masses: bool) -> None:
+    """Each region as it would be alone; slots without an entry get nothing."""
+    case = Case([5, 0, 40, 17], n_seq=4, group=3, masses=masses).build()
+    gen = torch.Generator().manual_seed(2)
+    q, sinks = torch.randn(4, 3, 6, 16, generator=gen), torch.randn(12, generator=gen)
+    q_pos, regions = torch.arange(30, 36).int(), PageRegions(case.pages, case.table, case.lens)
+    found = impl.window_sums(PagedWindowArgs(q, q_pos, regions, 44, AttentionShape(0.3, 0.0, 20, sinks), Reduce.MAX))
+    assert found.shape == (4, 44)
+    for r, n in enumerate(case.lens.tolist()):
+        own = (t[r : r + 1, :n] for t in (case.keys, case.positions))
+        log_masses = case.log_masses[r : r + 1, :n] if case.log_masses is not None else None
+        shape = {"scale": 0.3, "window": 20, "sink_logits": sinks[3 * r : 3 * r + 3], "log_masses": log_masses}
+        keys, positions = own
+        alone = reference.window_signal(window_args(q[r], keys, q_pos, positions, reduce=Reduce.MAX, **shape))
+        torch.testing.assert_close(found[r : r + 1, :n], alone, rtol=1e-5, atol=1e-6)
+        assert not found[r, n:].any()

@@ -29,6 +29,7 @@ from millpond.kernels.reference import (
     read_packed,
     shared_counts,
     window_signal,
+    window_sums,
     write,
     write_packed,
 )

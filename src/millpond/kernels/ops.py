@@ -32,6 +32,7 @@ from millpond.kernels.decoder_ops import turned
 from millpond.kernels.eager.packed_pages import write_across_heads
 from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.selection_args import Best, BestArgs, MoveArgs, ShareArgs
+from millpond.kernels.window_args import PagedWindowArgs
 
 
 class OpSet(Protocol):
@@ -102,6 +103,14 @@ class OpSet(Protocol):
 
         It is sum_i reduce_h A[h, i, j] over the queries i, each seeing every entry that is not newer. A query that sees
         nothing adds nothing.
+        """
+        ...
+
+    def window_sums(self, args: PagedWindowArgs) -> Tensor:
+        """Return (R, width) float32: `window_signal` of many regions at once, whose entries are in pages.
+
+        Column j is slot j of a region, 0 where it has no entry. The results are those of `window_signal` over the same
+        entries, but for the order of sums. On a GPU the pages are read where they are; nothing waits for the device.
         """
         ...
 
@@ -270,6 +279,11 @@ def prefill(args: PrefillArgs) -> PrefillOutput:
 def window_signal(args: WindowSignalArgs) -> Tensor:
     """Run `OpSet.window_signal`."""
     return op_set(args.q.dtype, args.q.device).window_signal(args)
+
+
+def window_sums(args: PagedWindowArgs) -> Tensor:
+    """Run `OpSet.window_sums`."""
+    return op_set(args.regions.pages.dtype, args.q.device).window_sums(args)
 
 
 def block_sums(args: BlockSumsArgs) -> None:

@@ -6,7 +6,7 @@ float64.
 
 from __future__ import annotations
 
-from millpond.kernels.eager.attention import absolute_sums, attend, newest_alike, prefill, window_signal
+from millpond.kernels.eager.attention import absolute_sums, attend, newest_alike, prefill, window_signal, window_sums
 from millpond.kernels.eager.block_sums import block_sums
 from millpond.kernels.eager.decode import admit, decode_rows, decode_shared
 from millpond.kernels.eager.decode import decode_packed as decode

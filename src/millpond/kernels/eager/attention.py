@@ -19,6 +19,7 @@ from millpond.kernels.args import (
 )
 from millpond.kernels.eager.pages import read
 from millpond.kernels.eager.softmax import INF, lse_merge, reduce_group, soft_cap, softmax_with_sink, wide, with_masses
+from millpond.kernels.window_args import PagedWindowArgs
 
 
 def empty_output(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
@@ -119,6 +120,10 @@ def prefill(args: PrefillArgs) -> PrefillOutput:
 def window_signal(args: WindowSignalArgs) -> Tensor:
     parts = [_window_rows(args, begin) for begin in range(0, args.q.shape[1], ROWS)]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
+def window_sums(args: PagedWindowArgs) -> Tensor:
+    return window_signal(args.over(read(args.regions, args.width)))
 
 
 def _window_rows(args: WindowSignalArgs, begin: int) -> Tensor:

@@ -12,7 +12,7 @@ except ImportError as error:
     raise OptionError(f"the gpu kernels need Triton; install it with: {install_command('gpu')}") from error
 
 # in torch: its matrix products will do
-from millpond.kernels.eager.attention import absolute_sums, attend, newest_alike, window_signal
+from millpond.kernels.eager.attention import absolute_sums, attend, newest_alike
 from millpond.kernels.eager.decode import admit
 from millpond.kernels.eager.packed_pages import read_packed, write_packed
 from millpond.kernels.gpu.block_sums import block_sums
@@ -21,6 +21,7 @@ from millpond.kernels.gpu.pages import read, write
 from millpond.kernels.gpu.prefill import prefill
 from millpond.kernels.gpu.selection import best_columns, move_entries, shared_counts
 from millpond.kernels.gpu.transform import decode_pages
+from millpond.kernels.gpu.window import window_signal, window_sums
 from millpond.kernels.merge.reference import merge_slots
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "read_packed",
     "shared_counts",
     "window_signal",
+    "window_sums",
     "write",
     "write_packed",
 ]

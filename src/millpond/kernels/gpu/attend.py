@@ -19,6 +19,7 @@ from millpond.kernels.gpu.common import (
     VALUES,
     locate,
     logit2,
+    softmax_step,
     tile_rows,
 )
 from millpond.kernels.gpu.new_entry import store_entry, turned
@@ -32,12 +33,9 @@ def take_in(x, v, top, total, acc, DOT: tl.constexpr):
 
     Logits are x (G, N), values v (N, V).
     """
-    new_top = tl.maximum(top, tl.max(x, 1))
-    finite = tl.where(new_top == -INF, 0.0, new_top)  # nothing visible so far: exp2(-inf - 0) = 0
-    p = tl.exp2(x - finite[:, None])
-    fade = tl.exp2(top - finite)
+    top, total, p, fade = softmax_step(x, top, total)
     acc = tl.dot(p.to(DOT), v.to(DOT), acc * fade[:, None], input_precision="ieee")
-    return new_top, total * fade + tl.sum(p, 1), acc
+    return top, total, acc
 
 
 @triton.jit

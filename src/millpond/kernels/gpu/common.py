@@ -107,6 +107,46 @@ def logit2(product, scale, softcap, HAS_CAP: tl.constexpr):
         return product * (scale * LOG2_E)
 
 
+@triton.jit
+def seen_logits(
+    q_tile,
+    row_pos,
+    k_tile,
+    position,
+    bias,
+    scale,
+    softcap,
+    window,
+    HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_MASSES: tl.constexpr,
+):
+    """Return logits (ROWS, BLOCK) in base 2 of rows q_tile (ROWS, K) and columns k_tile (K, BLOCK).
+
+    -inf where a row does not see a column. bias (BLOCK,): log masses in base 2.
+    """
+    x = logit2(tl.dot(q_tile, k_tile, input_precision="ieee"), scale, softcap, HAS_CAP)
+    if HAS_MASSES:
+        x += bias[None, :]
+    visible = (position >= 0)[None, :] & (position[None, :] <= row_pos[:, None])
+    if HAS_WINDOW:
+        visible = visible & (row_pos[:, None] - position[None, :] < window)
+    return tl.where(visible, x, -INF)
+
+
+@triton.jit
+def softmax_step(x, top, total):
+    """Take logits x (ROWS, BLOCK) in base 2 into a softmax.
+
+    Returns its maximum and sum (ROWS,), the weights (ROWS, BLOCK) of x, and the factor (ROWS,) on what came before.
+    """
+    new_top = tl.maximum(top, tl.max(x, 1))
+    finite = tl.where(new_top == -INF, 0.0, new_top)  # nothing visible so far: exp2(-inf - 0) = 0
+    p = tl.exp2(x - finite[:, None])
+    fade = tl.exp2(top - finite)
+    return new_top, total * fade + tl.sum(p, 1), p, fade
+
+
 # ---------------------------------------------------------------------------------------------- at launch
 
 

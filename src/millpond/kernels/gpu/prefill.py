@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 import triton
@@ -19,18 +18,19 @@ from torch import Tensor
 
 from millpond.kernels.args import PrefillArgs, PrefillOutput
 from millpond.kernels.decode_rules import Reduce
+from millpond.kernels.gpu.columns import SUMS_TILES, Tile, add_weights, reduced, tile_for
 from millpond.kernels.gpu.common import (
     INF,
     LN_2,
     LOG2_E,
-    REDUCE_MAX,
-    REDUCE_MEAN,
     block_of,
     check,
     dot_type,
     logit2,
     on_its_device,
     rows_of,
+    seen_logits,
+    softmax_step,
 )
 
 
@@ -85,13 +85,9 @@ def attend_tile(
         if HAS_WINDOW:
             visible = visible & (row_pos[:, None] - position < window)
         x = tl.where(visible, x, -INF)
-    new_top = tl.maximum(top, tl.max(x, 1))
-    finite = tl.where(new_top == -INF, 0.0, new_top)
-    p = tl.exp2(x - finite[:, None])
-    fade = tl.exp2(top - finite)
-    total = total * fade + tl.sum(p, 1)
+    top, total, p, fade = softmax_step(x, top, total)
     acc = tl.dot(p.to(DOT), v.to(DOT), acc * fade[:, None], input_precision="ieee")
-    return new_top, total, acc
+    return top, total, acc
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_past", "window"])
@@ -300,6 +296,7 @@ def column_sums(
     old = tl.load(past_pos + kv * past_h + column, mask=is_past, other=-1)
     new = tl.load(q_pos + column - n_past, mask=(column >= n_past) & (column < n_columns), other=-1)
     position = tl.where(is_past, old, new)
+    bias = tl.zeros([BLOCK], tl.float32)
     if HAS_MASSES:
         bias = tl.load(log_masses + kv * mass_h + column, mask=is_past, other=0.0) * LOG2_E
     # rows above the diagonal see none of these columns; nor do, under a window, rows far below
@@ -319,47 +316,15 @@ def column_sums(
         q_tile = tl.load(q + head * q_h + row.to(tl.int64)[:, None] * q_n + d[None, :], mask=q_mask, other=0.0).to(DOT)
         norm = tl.load(lse + head * n_rows + row, mask=inside, other=0.0) * LOG2_E
         row_pos = tl.load(q_pos + row, mask=inside, other=-1)
-        x = logit2(tl.dot(q_tile, k_tile, input_precision="ieee"), scale, softcap, HAS_CAP)
-        if HAS_MASSES:
-            x += bias[None, :]
-        visible = (position >= 0)[None, :] & (position[None, :] <= row_pos[:, None])
-        if HAS_WINDOW:
-            visible = visible & (row_pos[:, None] - position[None, :] < window)
-        p = tl.where(visible, tl.exp2(x - norm[:, None]), 0.0)
-        if REDUCE == REDUCE_MAX:
-            tile = tl.where(g == 0, p, tl.maximum(tile, p))
-            total += tl.where(g == GROUP - 1, tl.sum(tile, 0), 0.0)
-        else:
-            tile += p
-    if REDUCE != REDUCE_MAX:
-        total = tl.sum(tile, 0)
-    if REDUCE == REDUCE_MEAN:
-        total = total * (1.0 / GROUP)
-    tl.store(sums + kv * n_columns + column, total, mask=column < n_columns)
+        x = seen_logits(
+            q_tile, row_pos, k_tile, position, bias, scale, softcap, window, HAS_CAP, HAS_WINDOW, HAS_MASSES
+        )
+        tile, total = add_weights(tile, total, x, norm, g, GROUP, REDUCE)
+    tl.store(sums + kv * n_columns + column, reduced(tile, total, GROUP, REDUCE), mask=column < n_columns)
 
 
-class Tile(NamedTuple):
-    """Sizes that change speed and not meaning."""
-
-    rows: int
-    block: int
-    warps: int
-    stages: int
-
-
-#: Of heads of at most 128 channels, of at most 256 and of wider ones; then of float32, which runs without tensor cores.
+#: As `SUMS_TILES`, of `forward`.
 FORWARD_TILES = (Tile(128, 64, 8, 3), Tile(64, 32, 4, 2), Tile(16, 16, 4, 1)), Tile(32, 16, 8, 1)
-SUMS_TILES = (Tile(64, 128, 8, 3), Tile(32, 64, 4, 2), Tile(16, 16, 4, 1)), Tile(32, 32, 8, 1)
-
-
-def tile_for(tiles: tuple[tuple[Tile, Tile, Tile], Tile], dim: int, dtype: torch.dtype) -> Tile:
-    """Return the tile of `forward` or `column_sums` for heads of width `dim` (a power of two)."""
-    (narrow, wide, widest), in_float32 = tiles
-    if dim > 256:
-        return widest
-    if dtype == torch.float32:
-        return in_float32
-    return narrow if dim <= 128 else wide
 
 
 def _past(past_pos: Tensor | None, q_pos: Tensor) -> tuple[Tensor, int]:
@@ -370,7 +335,7 @@ def _past(past_pos: Tensor | None, q_pos: Tensor) -> tuple[Tensor, int]:
     return past_pos, past_pos.stride(0) if past_pos.shape[0] > 1 else 0
 
 
-def _masses(past_log_masses: Tensor | None, lse: Tensor) -> tuple[Tensor, int]:
+def masses_of(past_log_masses: Tensor | None, lse: Tensor) -> tuple[Tensor, int]:
     """Return the log masses of the stored entries, with a stride as in `_past`.
 
     Any float32 tensor if there are none.
@@ -404,7 +369,7 @@ def prefill(args: PrefillArgs) -> PrefillOutput:
             q_pos,
             past,
             past_stride,
-            *_masses(args.past_log_masses, lse),
+            *masses_of(args.past_log_masses, lse),
             shape.sink_logits.float().contiguous() if shape.sink_logits is not None else lse,
             out,
             lse,
@@ -456,7 +421,7 @@ def _column_sums(args: PrefillArgs, reduce: Reduce, lse: Tensor) -> Tensor:
             args.q_pos,
             past,
             past_stride,
-            *_masses(args.past_log_masses, lse),
+            *masses_of(args.past_log_masses, lse),
             lse,
             sums,
             n_rows,

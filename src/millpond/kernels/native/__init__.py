@@ -40,6 +40,7 @@ from millpond.kernels.native.ops import (
     prefill,
     race,
     read,
+    window_sums,
     write,
 )
 from millpond.kernels.native.pages import read_packed, write_packed

@@ -35,6 +35,7 @@ from millpond.kernels.native.structs import (
     run,
 )
 from millpond.kernels.thread_count import thread_count
+from millpond.kernels.window_args import PagedWindowArgs
 
 LIBRARY = torch.library.Library("millpond", "DEF")
 LIBRARY.define(
@@ -149,6 +150,10 @@ def read(regions: PageRegions, width: int) -> PaddedEntries:
     call, pages = torch.ops.millpond.read.default if torch.compiler.is_compiling() else abi.read, regions.pages
     padded = PaddedEntries(*call(pages.bases, regions.table, regions.lens, width, pool_numbers(pages)))
     return padded if pages.masses else padded._replace(log_masses=None)
+
+
+def window_sums(args: PagedWindowArgs) -> Tensor:
+    return abi.window_signal(args.over(read(args.regions, args.width)))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
