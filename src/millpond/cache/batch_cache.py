@@ -15,6 +15,7 @@ from millpond.cache.coded.kept_coder import KeptCodes
 from millpond.cache.coded.kept_swap import KeptSequences, KeptSwapCoding
 from millpond.cache.coded.swap import CodedSequences, SwapCoding
 from millpond.cache.coded.text import CodedText
+from millpond.cache.layer.joint_plans import run_plans
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages import table_bytes
 from millpond.cache.pages.page_table import PageTable
@@ -100,6 +101,7 @@ class BatchCache:
         self.reading = False
         self._before_plan()
         due = [layer_cache for layer_cache in self.layers if layer_cache.changes_at_prompt_end]
+        due = run_plans(due) if self.tier is None else due
         for n, layer_cache in enumerate(due):
             with self.in_memory(layer_cache, due[n + 1 : n + 1 + READ_AHEAD]):
                 layer_cache.run_plans()

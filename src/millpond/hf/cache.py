@@ -15,6 +15,7 @@ from transformers import Cache, PreTrainedModel
 
 from millpond.budget import Budget
 from millpond.cache.layer.draft_rollback import DraftRollback
+from millpond.cache.layer.joint_plans import run_plans
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.pool_set import LayerPools
 from millpond.cache.pages.ref_counted_pool import RefCountedPool
@@ -504,9 +505,8 @@ class MillpondCache(Cache):
     @no_autograd
     def _run_plans(self) -> None:
         """Run the plans that need all layers, after the last one."""
-        for layer_cache in self.layer_caches:
-            if layer_cache.pending:
-                layer_cache.run_plans()
+        for layer_cache in run_plans(one for one in self.layer_caches if one.pending):
+            layer_cache.run_plans()
 
     def _first_out_of_step(self, columns: int) -> tuple[int, LayerCache] | None:
         """Return number and cache of the first layer that has not seen `columns` columns."""

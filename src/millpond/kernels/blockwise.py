@@ -27,6 +27,7 @@ from millpond.kernels.reference import (
     newest_alike,
     read,
     read_packed,
+    read_scores,
     shared_counts,
     window_signal,
     window_sums,

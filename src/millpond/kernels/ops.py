@@ -130,6 +130,10 @@ class OpSet(Protocol):
         """Copy the entries of every region out of its plain pages, padded to `width` >= max(lens)."""
         ...
 
+    def read_scores(self, regions: PageRegions, width: int) -> Tensor:
+        """Return the scores in slots of plain pages, (R, width) float32, 0 without an entry; width: see `read`."""
+        ...
+
     def write_packed(self, regions: PackedRegions, rows: EntryRows) -> None:
         """Encode rows into packed pages; `lens` and `dead` are neither read nor written.
 
@@ -307,6 +311,11 @@ def write(regions: PageRegions, rows: EntryRows) -> None:
 def read(regions: PageRegions, width: int) -> PaddedEntries:
     """Run `OpSet.read`."""
     return op_set(regions.pages.dtype, regions.device).read(regions, width)
+
+
+def read_scores(regions: PageRegions, width: int) -> Tensor:
+    """Run `OpSet.read_scores`."""
+    return op_set(regions.pages.dtype, regions.device).read_scores(regions, width)
 
 
 def write_packed(regions: PackedRegions, rows: EntryRows) -> None:

@@ -11,6 +11,6 @@ from millpond.kernels.eager.block_sums import block_sums
 from millpond.kernels.eager.decode import admit, decode_rows, decode_shared
 from millpond.kernels.eager.decode import decode_packed as decode
 from millpond.kernels.eager.packed_pages import read_packed, write_packed
-from millpond.kernels.eager.pages import read, write
+from millpond.kernels.eager.pages import read, read_scores, write
 from millpond.kernels.eager.selection import best_columns, move_entries, shared_counts
 from millpond.kernels.merge.reference import merge_slots

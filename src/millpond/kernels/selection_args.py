@@ -74,12 +74,14 @@ class MoveArgs:
             of `source` itself, of the same `table`, or no page of one is a page of the other.
         columns: (R, width) int32 slots of the source, ascending; anything from counts[r] on.
         counts: (R,) int32, entries of each region.
+        scores: (R, N) float32, scores to store in place of those in the source, by its slots; None: they stay.
     """
 
     source: PageRegions
     target: PageRegions
     columns: Tensor
     counts: Tensor
+    scores: Tensor | None = None
 
     @property
     def device(self) -> torch.device:

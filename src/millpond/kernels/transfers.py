@@ -23,6 +23,23 @@ def on_device(source: npt.NDArray[Any] | Tensor, device: torch.device) -> Tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+#: Bytes at whose multiples the arrays of one copy begin, so that kernels read them as those of copies of their own.
+ALIGNMENT = 16
+
+
+def send(parts: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Return arrays of one type on a device, in the memory of one copy, see `on_device`."""
+    grain = max(ALIGNMENT // parts[0].itemsize, 1)
+    begins = np.cumsum([0, *(-(-part.size // grain) * grain for part in parts)])
+    packed = np.zeros(int(begins[-1]), dtype=parts[0].dtype)
+    for part, begin in zip(parts, begins, strict=False):
+        packed[begin : begin + part.size] = part.ravel()
+    there = on_device(packed, device)
+    return [
+        there[begin : begin + part.size].view(part.shape) for part, begin in zip(parts, begins.tolist(), strict=False)
+    ]
+
+
 class ReadBack:
     """Tensors on their way to the host, behind the work that was launched before.
 

@@ -14,18 +14,20 @@ from millpond.cache.entries import quantize
 from millpond.cache.layer.decode_step import DecodeStep, PendingStep
 from millpond.cache.layer.entry_scores import new_entry_scores, scores_of_hidden
 from millpond.cache.layer.layer_storage import LayerStorage
-from millpond.cache.layer.prompt_pages import FindPool, PromptPages
+from millpond.cache.layer.prompt_pages import FindPool, PromptPages, let_go
 from millpond.cache.layer.prompt_pass import PartialSpan, PromptPass
 from millpond.cache.layer.shared_entries import SharedEntries
 from millpond.cache.pages.aged_store import QuantizedPart
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.ref_counted_pool import Pool
 from millpond.cache.planning.planner import Planner
+from millpond.cache.planning.prompt_selection import Wanted
 from millpond.cache.state.positions import ForwardSpan, PositionTracker
 from millpond.cache.state.reconstruction import ReconstructionProbe
 from millpond.cache.state.sequence_state import SequenceState
 from millpond.cache.types import RotaryEmbedding
 from millpond.kernels.args import AttentionShape
+from millpond.policy.eviction_plan import Counts
 from millpond.policy.policy import Policy
 from millpond.policy.scores.query_moments import QueryMoments
 from millpond.policy.view import View
@@ -127,6 +129,24 @@ class LayerCache(LayerStorage):
             CacheMismatchError: nothing was summed.
         """
         return self.planner.views.moments(sequence)
+
+    def wanted(self) -> Wanted | None:
+        """Return what the plan that waits for the end of the prompt asks, if it can be made with other layers'."""
+        table = self._table
+        return None if table is None or self.reconstruction is not None else self.planner.wanted(table)
+
+    def room(self) -> PageTable:
+        """Return the table for what a plan keeps: the one with the entries, or an empty one in other pages."""
+        table = self._require_table()
+        return self._prompt.room(table) or table
+
+    def end_joint_plan(self, into: PageTable, wanted: Wanted, capacities: Counts) -> None:
+        """Hold what was moved to a table that `room` returned, as the plan that `wanted` asked ends."""
+        table = self._require_table()
+        self.planner.end_joint_plan(into, wanted, capacities)
+        if into is not table:
+            let_go(table)
+        self._table = into
 
     def run_plans(self) -> None:
         """Run the plan that waits for the end of the prompt, and quantize entries that are due."""

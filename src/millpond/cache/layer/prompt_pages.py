@@ -70,13 +70,23 @@ class PromptPages:
             for sequence in range(table.n_seq):
                 into.reserve(sequence, lens[sequence])
         except BaseException:
-            _let_go(into)
+            let_go(into)
             raise
         ops.write(into.regions, EntryRows(torch.zeros_like(table.lens), table.lens.clone(), index, *entries))
         for sequence in range(table.n_seq):
             into.set_lengths(sequence, lens[sequence])
-        _let_go(table)
+        let_go(table)
         return into
+
+    def room(self, table: PageTable) -> PageTable | None:
+        """Return an empty table for what a plan keeps of all sequences of a table.
+
+        None: its own pages are written, which nobody else holds.
+        """
+        arrays = table.pool.arrays
+        if table.unplanned:
+            return table.emptied(self._stored(arrays.key_dim, arrays.value_dim, arrays.dtype, arrays.device))
+        return table.emptied(table.pool) if table.page_lists.n_shared() else None
 
     def end(self, table: PageTable, sequences: Sequence[int], plan: Plan) -> PageTable:
         """Return the table after the plans of `sequences`: another one if it had own pages.
@@ -99,10 +109,10 @@ class PromptPages:
             if into is not table:
                 for sequence in planned:  # less than it held, so there is room
                     _copy(into, table, sequence)
-                _let_go(into)
+                let_go(into)
             raise
         if into is not table:
-            _let_go(table)
+            let_go(table)
         return into
 
 
@@ -115,7 +125,7 @@ def _copy(source: PageTable, target: PageTable, sequence: int) -> None:
     write_fresh_pages(target, sequence, entries, index, torch.from_numpy(lens).to(source.lens.device))
 
 
-def _let_go(table: PageTable) -> None:
+def let_go(table: PageTable) -> None:
     """Release the plain pages of a table whose quantized part another one takes over."""
     table.quantized = None
     table.clear()

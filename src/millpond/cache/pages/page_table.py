@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -22,7 +25,36 @@ from millpond.errors import PoolFullError
 from millpond.kernels.args import AttentionShape, PageRegions, StepRegions
 from millpond.kernels.decode_rules import DecodeRule
 from millpond.kernels.eager.pages import gather, occupied
-from millpond.kernels.transfers import on_device
+from millpond.kernels.transfers import on_device, send
+
+#: Tables of a device whose changes become visible later, see `publish_together`.
+_LATER: ContextVar[dict[int, PageTable] | None] = ContextVar("_LATER", default=None)
+
+
+@contextmanager
+def publish_together() -> Iterator[None]:
+    """Make what changes of any tables inside visible to kernels at the end, in one copy to their device.
+
+    Until then kernels see the numbers from before, and a new table has none.
+    """
+    mark = _LATER.set({})
+    try:
+        yield
+    finally:
+        tables = list((_LATER.get() or {}).values())
+        _LATER.reset(mark)
+        for device in {table.pool.arrays.device for table in tables}:
+            publish_all([table for table in tables if table.pool.arrays.device == device])
+
+
+def publish_all(tables: Sequence[PageTable]) -> None:
+    """Make the numbers of tables of one device visible to kernels, in one copy of each type."""
+    lists = [(table.page_lists.ids, *table.region_numbers) for table in tables]
+    small = send([part for numbers in lists for part in numbers[:-1]], tables[0].pool.arrays.device)
+    large = send([numbers[-1] for numbers in lists], tables[0].pool.arrays.device)
+    by_kind = (small[kind::4] for kind in range(4))
+    for table, pages, lens, capacities, recent, rules in zip(tables, *by_kind, large, strict=True):
+        table.adopt(pages, lens, capacities, recent, rules)
 
 
 class PageTable:
@@ -63,6 +95,7 @@ class PageTable:
         self._slack = 0  # decoding steps until some region may need a page
         self._runs: SharedPrefixRuns | None = None
         self._runs_current = True
+        self.pages: Tensor = torch.empty(n, 0, dtype=torch.int32)
         self._publish()
         pool.holders.add(self)
 
@@ -164,6 +197,18 @@ class PageTable:
     def is_offloaded(self) -> bool:
         """Whether the content of its plain pages is offloaded, so that nothing may read or write it."""
         return self._rows.pool is not self.pool
+
+    @property
+    def region_numbers(self) -> tuple[Ints, Ints, Ints, npt.NDArray[np.int64]]:
+        """Lengths, capacities, protected newest positions and rules of all regions, each (R,), on the host."""
+        return self._lengths.host, *self._budgets
+
+    def adopt(self, pages: Tensor, lens: Tensor, capacities: Tensor, recent: Tensor, head_rules: Tensor) -> None:
+        """Let kernels read these copies of the host's numbers, which they may write to."""
+        self.pages, self.lens, self._runs_current = pages, lens, False
+        self._lengths.adopt(lens)
+        self.capacities, self.recent, self.head_rules = capacities, recent, head_rules
+        self.regions = PageRegions(self.pool.arrays, pages, lens)
 
     def exchange(self, lists: PageLists) -> None:
         """Hold other pages with the same content, as many in each region.
@@ -470,9 +515,12 @@ class PageTable:
 
     def _publish(self, ids: bool = True, lens: bool = True) -> None:
         """Make the host's numbers visible to the kernels."""
-        device = self.pool.arrays.device
+        device, later = self.pool.arrays.device, _LATER.get()
+        if later is not None and device.type != "cpu":
+            later[id(self)] = self
+            return
         if ids:
-            self.pages: Tensor = on_device(self._rows.ids, device)
+            self.pages = on_device(self._rows.ids, device)
             self._runs_current = False
         if lens:
             self.lens = self._lengths.publish(device)

@@ -44,6 +44,10 @@ class RegionLengths:
         self._there = on_device(self.host, device)
         return self._there
 
+    def adopt(self, there: Tensor) -> None:
+        """Take a copy of the host's lengths on the device, (R,), which a kernel may write to."""
+        self._there = there
+
     def select(self, regions: npt.NDArray[np.int64]) -> None:
         """Keep the lengths of the given regions, in this order."""
         self._host = self.host[regions]

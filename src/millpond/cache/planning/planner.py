@@ -29,6 +29,7 @@ from millpond.policy.head_rules import NestedPlan
 from millpond.policy.merging import Merged
 from millpond.policy.policy import REDUCE, Policy
 from millpond.policy.protect import kept_beyond_budget
+from millpond.policy.scores.attention import is_by_region
 from millpond.policy.step_merge import slot_plan
 from millpond.policy.view import View, columns_of
 
@@ -312,7 +313,7 @@ class Planner:
             budget: Entries per KV head; None for the budget of `seen` tokens.
             between: Whether more of the prompt follows, so that nothing is quantized yet.
         """
-        if self._selects(table, sequence, entries, seen):
+        if entries.complete and self._selects(table, sequence, seen):
             budget = self.budget(table, sequence, seen) if budget is None else budget
             return self._select(table, sequence, entries, seen, budget, between)
         alive = entries.positions >= 0
@@ -349,9 +350,9 @@ class Planner:
         closed = self._tracker.closed
         return None if sequence < len(closed) and closed[sequence] else seen
 
-    def _selects(self, table: PageTable, sequence: int, entries: Entries, seen: int) -> bool:
-        """Whether a plan of a sequence is a choice by scores alone, of all its tokens."""
-        if not entries.complete or not self._only_selects or self._attention.shape.window:
+    def _selects(self, table: PageTable, sequence: int, seen: int) -> bool:
+        """Whether a plan of a sequence that has lost no token is a choice by scores alone."""
+        if not self._only_selects or self._attention.shape.window:
             return False
         if self._tracker.marks.shares or self._n_kept(sequence) or self._nothing_to_choose(table, sequence, seen):
             return False
@@ -366,6 +367,38 @@ class Planner:
         (counts,), (capacities,) = selection.counts, selection.capacities
         read_write.keep_columns(table, sequence, entries, selection.columns, counts, last=not between)
         self.set_budget(table, sequence, budget, capacities)
+
+    def wanted(self, table: PageTable) -> Wanted | None:
+        """Return what the plan that waits for the end of the only prompt asks, if it can be made with other layers'.
+
+        None: it is made alone, by `run_deferred`.
+        """
+        seen = self._sequence_state.pending.get(0)
+        if seen is None or table.n_seq > 1 or table.quantized is not None or table.is_offloaded:
+            return None
+        complete = self.held_if_complete(0, seen) is not None and bool((table.lengths() == seen).all())
+        if not complete or self._policy.needs.prompt_repeat is not None or not is_by_region(self._policy.score):
+            return None
+        if type(self._attention) is not PagedAttention or self._attention.shape.sink_logits is not None:
+            return None
+        return Wanted(self._attention.index, self.budget(table, 0, seen)) if self._selects(table, 0, seen) else None
+
+    def joint_view(self, n_regions: int, signal: Tensor | None, device: torch.device) -> View:
+        """Return the view of all tokens of the only prompt, for the plans that `wanted` of several layers asks.
+
+        Args:
+            n_regions: KV heads of all layers.
+            signal: (n_regions, N) the signal of their scores.
+            device: Device of the layers.
+        """
+        seen = self._sequence_state.pending[0]
+        self._prompt_ends(0, seen)
+        return self.views.of_all(0, n_regions, signal, seen, device)
+
+    def end_joint_plan(self, table: PageTable, wanted: Wanted, capacities: Counts) -> None:
+        """Set the budget of the only sequence after the plan that `wanted` asked."""
+        self.set_budget(table, 0, wanted.budget, capacities)
+        self._sequence_state.pending.clear()
 
     def _expect(self, check: ScoreCheck) -> None:
         """Refuse NaN in the scores of a plan once that has reached the host, at the latest in the next plan or step."""

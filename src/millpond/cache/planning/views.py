@@ -75,6 +75,23 @@ class ViewBuilder:
         assert order is not None, "a method whose heads have rules of their own is given an order"
         return self._with_rules(view, table, head_rules, sequence, entries, order)
 
+    def of_all(self, sequence: int, n_regions: int, signal: Tensor | None, seen: int, device: torch.device) -> View:
+        """Return the view of all `seen` tokens of a sequence in the regions of several layers.
+
+        A policy whose score `is_by_region` reads no more.
+        """
+        begin = self._sequence_state.turns.get(sequence, 0)
+        return View(
+            torch.arange(seen, dtype=torch.int32, device=device).expand(n_regions, -1),
+            signal,
+            seen,
+            self._attention.index,
+            int(self._tracker.origin[sequence]),
+            seen - begin if begin else 0,
+            complete=True,
+            prompts=self._sequence_state.prompts.get(sequence, ()),
+        )
+
     def signal(self, sequence: int, entries: Entries) -> Entries:
         """Return candidates whose `scores` are the basis of the policy's score."""
         if not self._policy.window or self._policy.observes_all:

@@ -71,6 +71,14 @@ def read(regions: PageRegions, width: int) -> PaddedEntries:
     return PaddedEntries(keys, values, positions, scores, log_masses)
 
 
+def read_scores(regions: PageRegions, width: int) -> Tensor:
+    pages, table, lens = regions.parts
+    if width == 0 or pages.n_arenas == 0:
+        return torch.zeros(table.shape[0], width, device=table.device)
+    ids, valid = occupied(pages, table, lens, width)
+    return torch.where(valid, gather(pages.scores, ids), 0.0)
+
+
 def write(regions: PageRegions, rows: EntryRows) -> None:
     pages, table, index = regions.pages, regions.table, rows.index
     lane = torch.arange(index.shape[1], device=table.device).expand(index.shape)

@@ -87,6 +87,8 @@ def move_entries(args: MoveArgs) -> None:
     for begin in range(0, len(counts), together):
         rows = slice(begin, begin + together)
         entries = read(PageRegions(pages, source.table[rows], source.lens[rows]), width)
+        if args.scores is not None:
+            entries = entries._replace(scores=args.scores[rows])
         start = torch.zeros_like(counts[rows])
         write(
             PageRegions(target.pages, target.table[rows], target.lens[rows]),

@@ -17,7 +17,7 @@ from millpond.kernels.eager.decode import admit
 from millpond.kernels.eager.packed_pages import read_packed, write_packed
 from millpond.kernels.gpu.block_sums import block_sums
 from millpond.kernels.gpu.decode import decode, decode_rows, decode_shared
-from millpond.kernels.gpu.pages import read, write
+from millpond.kernels.gpu.pages import read, read_scores, write
 from millpond.kernels.gpu.prefill import prefill
 from millpond.kernels.gpu.selection import best_columns, move_entries, shared_counts
 from millpond.kernels.gpu.transform import decode_pages
@@ -40,6 +40,7 @@ __all__ = [
     "prefill",
     "read",
     "read_packed",
+    "read_scores",
     "shared_counts",
     "window_signal",
     "window_sums",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from millpond.kernels.args import EntryRows, PaddedEntries, PageRegions
 from millpond.kernels.gpu.common import (
@@ -25,6 +26,7 @@ from millpond.kernels.gpu.common import (
 )
 
 BLOCK = 32  #: slots per program
+SCORE_BLOCK = 512  #: the same where only scores are read
 
 
 @triton.jit
@@ -152,6 +154,28 @@ def _read(
         tl.store(masses + to, tl.load(at, mask=ok, other=0.0), mask=inside)
 
 
+@triton.jit(do_not_specialize=["n_arenas", "width"])
+def _read_scores(
+    bases,
+    n_arenas,
+    table,
+    table_stride,
+    lens,
+    width,
+    scores,
+    LOG_SLOTS: tl.constexpr,
+    LOG_PAGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    r = tl.program_id(0).to(tl.int64)
+    slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = slot < width
+    ok = inside & (slot < tl.load(lens + r))
+    arena, place = locate(table + r * table_stride, slot, ok, LOG_SLOTS, LOG_PAGES)
+    at = slot_rows(bases, n_arenas, SCORES, arena, place, ok, 1, tl.float32)
+    tl.store(scores + r * width + slot, tl.load(at, mask=ok, other=0.0), mask=inside)
+
+
 @on_its_device
 def write(regions: PageRegions, rows: EntryRows) -> None:
     pages, table, index, positions = regions.pages, regions.table, rows.index, rows.positions
@@ -234,3 +258,26 @@ def read(regions: PageRegions, width: int) -> PaddedEntries:
             **page_logs(pages),
         )
     return PaddedEntries(keys, values, positions, scores, log_masses)
+
+
+@on_its_device
+def read_scores(regions: PageRegions, width: int) -> Tensor:
+    pages, table, lens = regions.parts
+    check(table.device, pages.dtype)
+    scores = torch.empty(table.shape[0], width, dtype=torch.float32, device=table.device)
+    if pages.n_arenas == 0:
+        return scores.zero_()
+    if scores.numel():
+        table = rows_of(table)
+        _read_scores[(table.shape[0], triton.cdiv(width, SCORE_BLOCK))](
+            pages.bases,
+            pages.bases.shape[1],
+            table,
+            table.stride(0),
+            lens.contiguous(),
+            width,
+            scores,
+            BLOCK=SCORE_BLOCK,
+            **page_logs(pages),
+        )
+    return scores

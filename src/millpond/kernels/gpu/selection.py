@@ -158,6 +158,8 @@ def move(
     to_table_r,
     columns,
     counts,
+    scores,
+    scores_r,
     width,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -170,6 +172,7 @@ def move(
     TO_LOG_SLOTS: tl.constexpr,
     TO_LOG_PAGES: tl.constexpr,
     HAS_MASSES: tl.constexpr,
+    HAS_SCORES: tl.constexpr,
     BLOCK: tl.constexpr,
     ALONE: tl.constexpr,
 ):
@@ -185,9 +188,8 @@ def move(
     for first in range(begin, end, BLOCK):
         slot = first + tl.arange(0, BLOCK)
         ok = slot < n
-        arena, place = locate(
-            table + r * table_r, tl.load(columns + r * width + slot, mask=ok, other=0), ok, LOG_SLOTS, LOG_PAGES
-        )
+        column = tl.load(columns + r * width + slot, mask=ok, other=0)
+        arena, place = locate(table + r * table_r, column, ok, LOG_SLOTS, LOG_PAGES)
         to_arena, to_place = locate(to_table + r * to_table_r, slot, ok, TO_LOG_SLOTS, TO_LOG_PAGES)
         at = slot_rows(bases, n_arenas, KEYS, arena, place, ok, KEY_DIM, TYPE)
         to = slot_rows(to_bases, to_arenas, KEYS, to_arena, to_place, ok, KEY_DIM, TO_TYPE)
@@ -196,7 +198,10 @@ def move(
         to = slot_rows(to_bases, to_arenas, VALUES, to_arena, to_place, ok, VALUE_DIM, TO_TYPE)
         values, to_values, has_value = _move_rows(at, to, ok, VALUE_DIM, VALUE_BLOCK)
         position = tl.load(slot_rows(bases, n_arenas, POSITIONS, arena, place, ok, 1, tl.int32), mask=ok, other=-1)
-        score = tl.load(slot_rows(bases, n_arenas, SCORES, arena, place, ok, 1, tl.float32), mask=ok, other=0.0)
+        if HAS_SCORES:
+            score = tl.load(scores + r * scores_r + column, mask=ok, other=0.0)
+        else:
+            score = tl.load(slot_rows(bases, n_arenas, SCORES, arena, place, ok, 1, tl.float32), mask=ok, other=0.0)
         if HAS_MASSES:
             mass = tl.load(slot_rows(bases, n_arenas, LOG_MASSES, arena, place, ok, 1, tl.float32), mask=ok, other=0.0)
         if ALONE:
@@ -258,6 +263,7 @@ def shared_counts(args: ShareArgs) -> Tensor:
 def move_entries(args: MoveArgs) -> None:
     source, target, columns = args.source, args.target, args.columns.contiguous()
     pages, to_pages = source.pages, target.pages
+    scores = None if args.scores is None else rows_of(args.scores)
     check(args.device, pages.dtype, to_pages.dtype)
     n, width = columns.shape
     if not n or not width:
@@ -276,6 +282,8 @@ def move_entries(args: MoveArgs) -> None:
         to_table.stride(0),
         columns,
         args.counts,
+        columns if scores is None else scores,
+        0 if scores is None else scores.stride(0),
         width,
         KEY_DIM=pages.key_dim,
         VALUE_DIM=pages.value_dim,
@@ -284,6 +292,7 @@ def move_entries(args: MoveArgs) -> None:
         TYPE=TYPES[pages.dtype],
         TO_TYPE=TYPES[to_pages.dtype],
         HAS_MASSES=pages.masses and to_pages.masses,
+        HAS_SCORES=scores is not None,
         BLOCK=MOVE_BLOCK,
         ALONE=alone,
         **page_logs(pages),

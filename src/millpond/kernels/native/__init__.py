@@ -11,6 +11,7 @@ from functools import cache
 
 import torch
 
+from millpond.kernels.eager.pages import read_scores
 from millpond.kernels.eager.selection import best_columns, move_entries, shared_counts
 from millpond.kernels.native import library
 from millpond.kernels.native.abi import attend, decode_rows, decode_shared, window_signal

@@ -1,0 +1,254 @@
+"""The plans of all layers at the end of a prompt, made together: what each layer keeps is what it would keep alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from millpond.cache import batch_cache as batch_cache_module
+from millpond.cache.batch_cache import BatchCache
+from millpond.cache.layer import joint_plans
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.pages import page_table
+from millpond.cache.pages.pool import PagePool
+from millpond.cache.state.positions import PositionTracker
+from millpond.errors import BudgetError, NumericsError
+from millpond.kernels.args import AttentionShape
+from millpond.methods import METHODS
+from millpond.policy.policy import Policy
+from millpond.prompt_marks import PromptMarks
+
+LAYERS, HEADS, GROUP, DIM = 4, 3, 2, 16
+SHAPE = AttentionShape(0.25)
+METHODS_TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "h2o": ("h2o", {}),
+    "h2o averaged": ("h2o", {"average": True}),
+    "tova": ("tova", {}),
+    "snapkv": ("snapkv", {"window": 4}),
+    "pyramidkv": ("pyramidkv", {"score": "snapkv/window=4"}),
+    "ada": ("ada", {"score": "snapkv/window=4"}),
+    "ada at once": ("ada", {"score": "snapkv/window=4", "alpha": 0.0}),
+    "ada over h2o": ("ada", {"score": "h2o"}),
+    "streaming": ("streaming", {}),
+    "window": ("window", {}),
+}
+#: Entries of each layer.
+BUDGETS = [12, 7, 20, 60]
+
+
+def policy_of(name: str) -> Policy:
+    method, options = METHODS_TOGETHER[name]
+    return METHODS.get(method)(**options)
+
+
+def make(
+    policy: Policy, pool: PagePool, reading: PagePool | None = None, budgets: list[int] | None = None
+) -> BatchCache:
+    tracker = PositionTracker()
+    own = BUDGETS if budgets is None else budgets
+
+    def layer(index: int) -> LayerCache:
+        apart = None if reading is None else lambda *_: reading
+        return LayerCache(
+            index, policy, lambda *_: own[index], lambda *_: pool, tracker, between_chunks=False, reading=apart
+        )
+
+    return BatchCache([layer(index) for index in range(LAYERS)], tracker)
+
+
+def read(batch_cache: BatchCache, n: int, parts: int = 1, dtype: torch.dtype = torch.float32) -> None:
+    """Read a prompt of `n` tokens, in some parts; its plan waits."""
+    draw = torch.Generator().manual_seed(7)
+    batch_cache.reading = True
+    q, k, v = (torch.randn(LAYERS, 1, heads, n, DIM, generator=draw) for heads in (HEADS * GROUP, HEADS, HEADS))
+    for part in torch.arange(n).tensor_split(parts):
+        batch_cache.begin(part[None])
+        for layer_cache, *own in zip(batch_cache.layers, q, k, v, strict=True):
+            layer_cache.attend(*(t[..., part, :].to(dtype) for t in own), None, SHAPE)
+
+
+def held(batch_cache: BatchCache) -> list[list[Tensor]]:
+    """Keys, values, positions, scores and budgets of every layer."""
+    found = []
+    for layer_cache in batch_cache.layers:
+        table, entries = layer_cache.table, layer_cache.read(0)
+        assert table is not None
+        numbers = [torch.from_numpy(x) for x in (table.lengths(), table.budgets(), table.newest_protected())]
+        found.append([*entries[:4], *numbers])
+    return found
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[BatchCache], None]:
+    """Ends a prompt layer by layer."""
+
+    def end(batch_cache: BatchCache) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(batch_cache_module, "run_plans", list)
+            batch_cache.run_plans()
+
+    return end
+
+
+def joined(batch_cache: BatchCache, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """End a prompt; return how many layers were planned together, each time that some were."""
+    sizes: list[int] = []
+    run = joint_plans.JointPlan.run
+
+    def counted(self: Any) -> bool:
+        done = run(self)
+        sizes.append(len(self._layers) if done else 0)
+        return done
+
+    monkeypatch.setattr(joint_plans.JointPlan, "run", counted)
+    batch_cache.run_plans()
+    return sizes
+
+
+def assert_same(found: list[list[Tensor]], wanted: list[list[Tensor]]) -> None:
+    for layer, (left, right) in enumerate(zip(found, wanted, strict=True)):
+        for x, y in zip(left, right, strict=True):
+            torch.testing.assert_close(x, y, msg=lambda text, layer=layer: f"layer {layer}: {text}")
+
+
+def test_heads_that_keep_the_same_do_so_in_each_layer(
+    alone: Callable[[BatchCache], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, pool = replace(policy_of("h2o"), shared=True), PagePool(DIM, DIM, torch.float32, slots=8)
+    caches = [make(policy, pool) for _ in range(2)]
+    for batch_cache in caches:
+        read(batch_cache, 45)
+    alone(caches[0])
+    assert joined(caches[1], monkeypatch) == [LAYERS]
+    assert_same(held(caches[1]), held(caches[0]))
+    first, second = (caches[1].layers[layer].read(0).positions for layer in range(2))
+    assert (first == first[:1]).all()
+    assert not torch.equal(first[0, :7], second[0, :7])
+
+
+@pytest.mark.parametrize("name", METHODS_TOGETHER)
+@pytest.mark.parametrize(("n", "parts"), [(45, 1), (45, 3), (10, 1)])
+def test_each_layer_keeps_what_it_would_alone(
+    name: str, n: int, parts: int, alone: Callable[[BatchCache], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, pools = policy_of(name), [PagePool(DIM, DIM, torch.float32, slots=8) for _ in range(2)]
+    caches = [make(policy, pool) for pool in pools]
+    for batch_cache in caches:
+        read(batch_cache, n, parts)
+    alone(caches[0])
+    assert joined(caches[1], monkeypatch) == [LAYERS]
+    assert_same(held(caches[1]), held(caches[0]))
+    assert pools[0].n_live == pools[1].n_live
+    pools[1].check_integrity([one.table.held() for one in caches[1].layers if one.table is not None])
+    assert not any(layer_cache.pending for layer_cache in caches[1].layers)
+
+
+@pytest.mark.parametrize("name", ["h2o", "ada"])
+def test_pages_that_others_hold_stay_as_they_are(
+    name: str, alone: Callable[[BatchCache], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, pool = policy_of(name), PagePool(DIM, DIM, torch.float32, slots=8)
+    caches = [make(policy, pool) for _ in range(3)]
+    read(caches[0], 45)
+    for other in caches[1:]:
+        caches[0].copy_to([0], other)
+        for mine, theirs in zip(caches[0].layers, other.layers, strict=True):
+            theirs.sequence_state.become(mine.sequence_state.copy())
+    before = held(caches[0])
+    alone(caches[1])
+    assert joined(caches[2], monkeypatch) == [LAYERS]
+    assert_same(held(caches[2]), held(caches[1]))
+    assert_same(held(caches[0]), before)
+    pool.check_integrity([c.table.held() for one in caches for c in one.layers if c.table is not None])
+
+
+def test_a_prompt_that_was_read_into_wider_pages_moves_to_narrow_ones(
+    alone: Callable[[BatchCache], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, found = policy_of("snapkv"), []
+    for end in (alone, lambda batch_cache: joined(batch_cache, monkeypatch)):
+        pool = PagePool(DIM, DIM, torch.bfloat16, slots=8)
+        reading = PagePool(DIM, DIM, torch.float32, slots=16, until_plan=True)
+        batch_cache = make(policy, pool, reading)
+        read(batch_cache, 45, 2)
+        assert reading.n_live
+        end(batch_cache)
+        assert not reading.n_live
+        found.append(held(batch_cache))
+    assert_same(found[1], found[0])
+
+
+def test_without_room_for_all_at_once_layers_are_planned_one_by_one(
+    alone: Callable[[BatchCache], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, found = policy_of("h2o"), []
+    page_bytes = PagePool(DIM, DIM, torch.float32, slots=8).page_bytes
+    for end in (alone, lambda batch_cache: joined(batch_cache, monkeypatch)):
+        pool = PagePool(DIM, DIM, torch.float32, slots=8, limit_bytes=(LAYERS * HEADS * 6 + 12) * page_bytes)
+        batch_cache, other = (make(policy, pool, budgets=[20] * LAYERS) for _ in range(2))
+        read(batch_cache, 45)
+        batch_cache.copy_to([0], other)
+        for layer_cache in other.layers:
+            assert layer_cache.table is not None
+            layer_cache.table.set_lengths(0, np.full(HEADS, 8, dtype=np.int32))  # the first page of each head
+        assert end(batch_cache) in (None, [0])
+        found.append(held(batch_cache))
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize(("method", "options"), [("full", {}), ("knorm", {}), ("cam", {}), ("random", {})])
+def test_other_plans_are_made_layer_by_layer(
+    method: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = METHODS.get(method)(**options)
+    batch_cache = make(policy, PagePool(DIM, DIM, torch.float32, slots=8, masses=policy.mass_bias))
+    read(batch_cache, 45)
+    assert joined(batch_cache, monkeypatch) == []
+    assert not any(layer_cache.pending for layer_cache in batch_cache.layers)
+
+
+def test_kept_spans_are_planned_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch_cache = make(policy_of("h2o"), PagePool(DIM, DIM, torch.float32, slots=8), budgets=[20] * LAYERS)
+    batch_cache.mark(PromptMarks(keep=((5, 9),)))
+    read(batch_cache, 45)
+    assert joined(batch_cache, monkeypatch) == []
+    assert {5, 6, 7, 8} <= set(batch_cache.layers[0].read(0).positions[0].tolist())
+
+
+def test_errors_come_before_anything_changes() -> None:
+    batch_cache = make(policy_of("h2o"), PagePool(DIM, DIM, torch.float32, slots=8))
+    read(batch_cache, 45)
+    table = batch_cache.layers[2].table
+    assert table is not None
+    table.pool.arrays.scores[0][int(table.pages[1, 2]), 3] = torch.nan
+    with pytest.raises(NumericsError, match="layer 2"):
+        batch_cache.run_plans()
+    assert [int(one.stored.min()) for one in batch_cache.layers] == [45] * LAYERS
+    batch_cache = make(policy_of("snapkv"), PagePool(DIM, DIM, torch.float32, slots=8), budgets=[9, 3, 9, 9])
+    read(batch_cache, 45)
+    with pytest.raises(BudgetError):
+        batch_cache.run_plans()
+    assert [int(one.stored.min()) for one in batch_cache.layers] == [45] * LAYERS
+
+
+def test_tables_are_published_in_one_copy() -> None:
+    batch_cache = make(policy_of("ada"), PagePool(DIM, DIM, torch.float32, slots=8))
+    read(batch_cache, 45)
+    batch_cache.run_plans()
+    tables = [one.table for one in batch_cache.layers if one.table is not None]
+    before = [[t.clone() for t in (x.pages, x.lens, x.capacities, x.recent, x.head_rules)] for x in tables]
+    page_table.publish_all(tables)
+    memory = {x.lens.untyped_storage().data_ptr() for x in tables}
+    assert len(memory) == 1
+    for table, wanted in zip(tables, before, strict=True):
+        published = (table.pages, table.lens, table.capacities, table.recent, table.head_rules)
+        for x, y in zip(published, wanted, strict=True):
+            assert torch.equal(x, y)
+            assert x.data_ptr() % 16 == 0
+        assert table.regions.lens is table.lens
