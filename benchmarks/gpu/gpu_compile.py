@@ -75,7 +75,8 @@ def compile_instead_of_launch() -> dict[str, Compiled]:
 
     JITFunction.run = run
     driver.set_active(Absent())
-    for module in ("decode", "dense", "few_rows", "pages", "prefill", "window"):  # they would refuse tensors on the CPU
+    checked = ("decode", "dense", "few_rows", "pages", "prefill", "selection", "window")
+    for module in checked:  # they would refuse tensors on the CPU
         importlib.import_module(f"millpond.kernels.gpu.{module}").check = lambda *given: None  # type: ignore[attr-defined]
     return found
 

@@ -16,6 +16,7 @@ from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Reduce, S
 from millpond.kernels.decoder_ops import DecoderOps, GatedActivation, Norm
 from millpond.kernels.gpu import few_rows
 from millpond.kernels.gpu.dense import FusedDense
+from millpond.kernels.selection_args import BestArgs, MoveArgs, ShareArgs
 from millpond.kernels.window_args import PagedWindowArgs
 
 HEADS, KV_HEADS, DIM = 32, 8, 128  # of the captured step
@@ -146,6 +147,7 @@ def check_copies(machine: Machine) -> Iterator[Row]:
         want = reference.read(PageRegions(layer.pages, layer.table, count), width)
         got = gpu.read(PageRegions(twin.pages, twin.table, count), width)
         same = all(a is b is None or torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        same &= torch.equal(gpu.read_scores(PageRegions(twin.pages, twin.table, count), width), want.scores)
         yield {
             "op": "write, read",
             "dtype": str(dtype),
@@ -293,7 +295,55 @@ def check_window(machine: Machine) -> Iterator[Row]:
         }
 
 
-CHECKS = (check_copies, check_dense, check_few_rows, check_decode, check_prefill, check_window)
+#: Layers, KV heads, entries of each.
+SELECTION_SHAPES = [(4, 8, 8192), (2, 2, 131_072), (32, 3, 1000)]
+
+
+def check_selection(machine: Machine) -> Iterator[Row]:
+    """The best entries of regions, what heads share of a total, and moves in place and to other pages."""
+    device, slots = machine.device, 16
+    for shape, dtype in itertools.product(SELECTION_SHAPES, (torch.bfloat16, torch.float32)):
+        if not machine.mine():
+            continue
+        n_layers, n_heads, n = (2, 3, 70) if machine.tiny else shape
+        dims = (24, 16) if machine.tiny or n > 10_000 else (128, 128)
+        n_regions = n_layers * n_heads
+        layer = Layer(machine, dtype, dims, slots, n_regions, n, [n] * n_regions)
+        other = Layer(machine, dtype, dims, slots, n_regions, n, [n] * n_regions)
+        twin = layer.twin()
+        value = torch.randn(n_regions, n, device=device).round(decimals=2)  # of which many are equal
+        pinned = ints([0, 4, n - n // 10, n], device).view(1, 2, 2).expand(n_regions, -1, -1).contiguous()
+        least, total = ints([n // 8 + 4] * n_layers, device), ints([n_heads * n // 5] * n_layers, device)
+        share = ShareArgs(value.view(n_layers, n_heads, n), pinned, least, total)
+        same = torch.equal(reference.shared_counts(share), gpu.shared_counts(share))
+        numbers = [n // 5 + r for r in range(n_regions)]
+        counts, width = ints(numbers, device), max(numbers)
+        best = BestArgs(value, pinned, counts, width)
+        columns, found = reference.best_columns(best).columns, gpu.best_columns(best).columns
+        within = torch.arange(width, device=device) < counts[:, None]
+        same &= torch.equal(torch.where(within, columns, 0), torch.where(within, found, 0))
+        for target in (other, twin):
+            into = twin.regions if target is twin else other.regions
+            gpu.move_entries(MoveArgs(twin.regions, into, columns, counts))
+        reference.move_entries(MoveArgs(layer.regions, layer.regions, columns, counts))
+        want, *got = (
+            reference.read(PageRegions(place.pages, place.table, counts), width) for place in (layer, other, twin)
+        )
+        same &= all(a is b is None or torch.equal(a, b) for one in got for a, b in zip(one, want, strict=True))
+        yield {
+            "op": "selection",
+            "dtype": str(dtype),
+            "shape": str(shape),
+            "rule": "",
+            "out": 0.0,
+            "lse": 0.0,
+            "pages": 0.0,
+            "exact": same,
+            "limit": 0.0,
+        }
+
+
+CHECKS = (check_copies, check_dense, check_few_rows, check_decode, check_prefill, check_window, check_selection)
 
 
 def run_check(machine: Machine) -> list[Row]:

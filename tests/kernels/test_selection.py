@@ -49,7 +49,7 @@ def ranked(value: Tensor, spans: Tensor, row: int) -> list[int]:
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("kind", ["any", "equal", "zeros", "infinite"])
-@pytest.mark.parametrize("n", [1, 37, 512, 700])
+@pytest.mark.parametrize("n", [1, 37, 600])
 def test_the_best_columns_of_each_region(name: str, kind: str, n: int) -> None:
     value = values((5, n), kind)
     counts = torch.tensor([0, 1, n // 3, n - 1, n], dtype=torch.int32)
@@ -86,7 +86,7 @@ def test_heads_share_a_total(name: str, kind: str, n_heads: int, n: int) -> None
     assert counts.dtype == torch.int32
     for layer in range(5):
         floor = int(least[layer])
-        own = [ranked(value[layer, head], spans, head)[:floor] for head in range(n_heads)]
+        own = [set(ranked(value[layer, head], spans, head)[:floor]) for head in range(n_heads)]
         left = max(int(total[layer]) - n_heads * floor, 0)
         others = [
             (float(value[layer, head, column]) + 0.0, -head, column)

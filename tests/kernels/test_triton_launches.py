@@ -16,13 +16,21 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install 'millpond[gpu]')")
 
+import millpond as mp
+from millpond.cache.batch_cache import BatchCache
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.pages.pool import PagePool
+from millpond.cache.state.positions import PositionTracker
 from millpond.kernels import gpu, linear
+from millpond.kernels.args import AttentionShape
 from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Reduce, Signal
 from millpond.kernels.gpu.common import INTERPRET
 from millpond.kernels.packed.layout import Format
+from millpond.methods import METHODS
+from millpond.models.cache_argument import cache_argument
 from millpond.models.lean.decode_graph import DecodeGraph
 from millpond.models.lean.describe import describe
-from tests.helpers.hf.families import family
+from tests.helpers.hf.families import family, text
 from tests.helpers.kernels.make import Call, Case
 from tests.helpers.kernels.packed_make import PackedCase, side
 from tests.kernels.test_triton_window import paged
@@ -208,3 +216,71 @@ def test_a_whole_step(
 
 def nothing_recorded(work: Any, device: torch.device) -> Any:
     raise AssertionError("steps are launched here")
+
+
+#: Launches of the plans of a prompt in all layers: the choice, the move, and what makes the scores.
+OF_ALL_PLANS = {
+    "h2o": {"_read_scores": 1, "arange": 1, "select": 1, "move": 1},
+    "streaming": {"arange": 1, "_to_copy": 1, "select": 1, "move": 1},
+    "snapkv": {"cat": 1, "window_parts": 1, "window_shares": 1, "select": 1, "move": 1},
+    "ada": {"cat": 1, "window_parts": 1, "window_shares": 1, "share": 1, "select": 1, "move": 1},
+}
+
+
+@pytest.mark.parametrize("name", OF_ALL_PLANS)
+def test_the_plans_of_all_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLPOND_KERNELS", "gpu")
+    found = []
+    for layers in (2, 5):
+        batch_cache = prompt_of_layers(name, layers)
+        with launches() as counts:
+            batch_cache.run_plans()
+        found.append(counts)
+    assert found[0] == found[1]
+    assert "_local_scalar_dense" not in found[0], "the host waits for the device"
+    assert found[0].items() >= OF_ALL_PLANS[name].items(), found[0]
+    assert found[0].total() <= len(OF_ALL_PLANS[name]) + (name in ("snapkv", "ada")) * 20
+
+
+#: The most launches of a layer that a prompt takes beyond those of `full`, if it is planned as it is read.
+BESIDES_FULL = {"h2o": 8, "window": 8, "snapkv": 20, "ada": 32}
+
+
+def test_a_plan_as_a_layer_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLPOND_KERNELS", "gpu")
+    found = {name: of_a_prompt(name) for name in ("full", *BESIDES_FULL)}
+    for name, more in BESIDES_FULL.items():
+        assert "_local_scalar_dense" not in found[name], "the host waits for the device"
+        assert found[name].total() <= found["full"].total() + more, found[name]
+
+
+def of_a_prompt(name: str) -> Counter[str]:
+    """Launches of one more layer as a prompt is read in one pass."""
+    found = []
+    for layers in (2, 3):
+        model = family("llama").make(num_hidden_layers=layers, head_dim=16)
+        options = {} if name == "full" else {"budget": 40}
+        with mp.compress(model, method=name, **options) as cache, launches() as counts:
+            model(text(1, 64), **cache_argument(cache), use_cache=True)
+        found.append(counts)
+    found[1].subtract(found[0])
+    return +found[1]
+
+
+def prompt_of_layers(name: str, layers: int) -> BatchCache:
+    """A prompt of 60 tokens that every layer has read, its plans waiting."""
+    policy, tracker = METHODS.get(name)(), PositionTracker()
+    pool = PagePool(16, 16, torch.float32, slots=16)
+    cache = BatchCache(
+        [
+            LayerCache(index, policy, lambda *_: 40, lambda *_: pool, tracker, between_chunks=False)
+            for index in range(layers)
+        ],
+        tracker,
+    )
+    cache.reading = True
+    cache.begin(torch.zeros(1, 60, dtype=torch.int64))
+    for layer_cache in cache.layers:
+        q, k, v = (torch.randn(1, heads, 60, 16) for heads in (4, 2, 2))
+        layer_cache.attend(q, k, v, None, AttentionShape(0.25))
+    return cache

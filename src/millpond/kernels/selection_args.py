@@ -90,4 +90,4 @@ class MoveArgs:
     @property
     def in_place(self) -> bool:
         """Whether the entries stay in their pages."""
-        return self.source.table is self.target.table
+        return self.source.pages is self.target.pages and self.source.table is self.target.table
