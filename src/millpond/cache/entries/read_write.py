@@ -86,7 +86,8 @@ def keep_all(
     if table.quantized is None or not (last or entries.n_quantized):
         append(table, sequence, k, v, q_pos)
     else:
-        replace(table, sequence, entries, entries.positions >= 0, last=last)
+        counts = table.entries()[sequence] + k.shape[1]
+        quantize.replace(table, sequence, entries, None, seal=last, counts=counts)
 
 
 def replace(table: PageTable, sequence: int, entries: Entries, keep: Tensor, *, last: bool = True) -> None:
@@ -99,7 +100,7 @@ def replace(table: PageTable, sequence: int, entries: Entries, keep: Tensor, *, 
         quantize.replace(table, sequence, entries, keep, seal=last)
         return
     order = by_position(torch.where(keep, entries.positions, -1))
-    counts = keep.sum(1)
+    counts = keep.sum(1).cpu().numpy()
     write_fresh_pages(table, sequence, entries, order[:, : int(counts.max())], counts)
 
 

@@ -8,7 +8,6 @@ for their codes. Products and sums are not fused, and quotients are rounded to n
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -461,12 +460,12 @@ def _unit(side: Side, slots: int) -> int:
 
 
 def _n_units(rows: EntryRows, unit: int, grain: int) -> int:
-    """Return the most units that the slots of a region lie in."""
+    """Return the most units in which slots of a region lie."""
     if rows.on_host is None:
-        return triton.cdiv(rows.index.shape[1], unit) + (grain % unit != 0)
+        return -(-rows.index.shape[1] // unit) + (grain % unit != 0)
     start, count = rows.on_host
-    most: int = ((start + count - 1) // unit - start // unit + 1)[count > 0].max(initial=0)
-    return most
+    units = (start + count - 1) // unit - start // unit + 1
+    return int(units[count > 0].max(initial=0))
 
 
 @on_its_device
