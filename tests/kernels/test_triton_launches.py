@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,13 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install 'millpond[gpu]')")
 
-from millpond.kernels import gpu, linear
+import millpond as mp
+from millpond.kernels import gpu, linear, ops
+from millpond.kernels.args import EntryRows
 from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Reduce, Signal
 from millpond.kernels.gpu.common import INTERPRET
 from millpond.kernels.packed.layout import Format
+from millpond.models.cache_argument import cache_argument
 from millpond.models.lean.decode_graph import DecodeGraph
 from millpond.models.lean.describe import describe
-from tests.helpers.hf.families import family
+from tests.helpers.hf.families import family, text
 from tests.helpers.kernels.make import Call, Case
 from tests.helpers.kernels.packed_make import PackedCase, side
 
@@ -142,6 +146,51 @@ def test_attention_over_numbers_and_codes(
     counts = of_attention(PackedCase(plain, [96, 96], side(format, group=32), side(format, group=16), 32))
     more = {name: 2 if name == "score" else n for name, n in more.items()}
     assert counts == {"attend_both": 1, "combine": 1, **more}
+
+
+def test_codes_of_a_run_of_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launches, and one number that is read: whether there are numbers that no code can hold."""
+    monkeypatch.setenv("MILLPOND_KERNELS", "gpu")
+    plain = Case([40, 40], 2, 1, 4, 64, 64, 16, torch.bfloat16)
+    call = PackedCase(plain, [64, 64], side(Format.INT4, True, 32), side(Format.INT4), 64).build()
+    index, (start, count) = torch.arange(64).int().repeat(2, 1), np.array([[0, 0], [64, 64]], dtype=np.int32)
+    there = torch.from_numpy(start), torch.from_numpy(count)
+    rows = EntryRows(*there, index, call.keys, call.values, call.positions, on_host=(start, count))
+    with launches() as counts:
+        ops.write_packed(call.packed, rows)
+    assert counts == {"zeros": 1, "encode": 2, "_local_scalar_dense": 1}
+
+
+def of_a_prompt(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Counter[str], int]:
+    """Launches of one more layer that reads a prompt, and how often it waits for the device."""
+    found, waits = [], []
+    move = Tensor.cpu
+    for layers in (2, 3):
+        copies = Counter[str]()
+
+        def cpu(self: Tensor, copies: Counter[str] = copies) -> Tensor:
+            copies["cpu"] += 1
+            return move(self)
+
+        monkeypatch.setattr(Tensor, "cpu", cpu)
+        model = family("llama").make(num_hidden_layers=layers, head_dim=64)
+        with mp.compress(model, "full", **options) as cache, launches() as counts:
+            model(text(1, 136), **cache_argument(cache), use_cache=True)
+        monkeypatch.setattr(Tensor, "cpu", move)
+        found.append(counts)
+        waits.append(counts["_local_scalar_dense"] + copies["cpu"])
+    return found[1] - found[0], waits[1] - waits[0]
+
+
+def test_a_prompt_that_is_quantized_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What that adds to a prompt that stays as it is; `flexgen4` leaves sinks out of the order of entries."""
+    monkeypatch.setenv("MILLPOND_KERNELS", "gpu")
+    plain, waits = of_a_prompt(monkeypatch, codec="bf16")
+    for codec, more in (("int4", 6), ("flexgen4", 17)):
+        coded, coded_waits = of_a_prompt(monkeypatch, codec=codec)
+        assert coded["encode"] == 2
+        assert coded.total() - plain.total() <= more, coded - plain
+        assert coded_waits <= waits + 1
 
 
 #: Of a step besides its layers: embeddings, angles, the last norm, the head and what joins the layers' sums.
