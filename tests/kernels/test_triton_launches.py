@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ from millpond.cache.batch_cache import BatchCache
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.pool import PagePool
 from millpond.cache.state.positions import PositionTracker
-from millpond.kernels import gpu, linear
-from millpond.kernels.args import AttentionShape
+from millpond.kernels import gpu, linear, ops
+from millpond.kernels.args import AttentionShape, EntryRows
 from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Reduce, Signal
 from millpond.kernels.gpu.common import INTERPRET
 from millpond.kernels.packed.layout import Format
@@ -169,6 +170,53 @@ def test_attention_of_a_few_queries_to_every_entry(given: dict[str, Any]) -> Non
         assert counts == expected
 
 
+def test_codes_of_a_run_of_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launches, and one number that is read: whether there are numbers that no code can hold."""
+    monkeypatch.setenv("MILLPOND_KERNELS", "gpu")
+    plain = Case([40, 40], 2, 1, 4, 64, 64, 16, torch.bfloat16)
+    call = PackedCase(plain, [64, 64], side(Format.INT4, True, 32), side(Format.INT4), 64).build()
+    index, (start, count) = torch.arange(64).int().repeat(2, 1), np.array([[0, 0], [64, 64]], dtype=np.int32)
+    there = torch.from_numpy(start), torch.from_numpy(count)
+    rows = EntryRows(*there, index, call.keys, call.values, call.positions, on_host=(start, count))
+    with launches() as counts:
+        ops.write_packed(call.packed, rows)
+    assert counts == {"zeros": 1, "encode": 2, "_local_scalar_dense": 1}
+
+
+def of_a_prompt(
+    monkeypatch: pytest.MonkeyPatch, method: str = "full", n: int = 136, dim: int = 64, **options: Any
+) -> tuple[Counter[str], int]:
+    """Launches of one more layer that reads a prompt, and how often it waits for the device."""
+    found, waits = [], []
+    move = Tensor.cpu
+    for layers in (2, 3):
+        copies = Counter[str]()
+
+        def cpu(self: Tensor, copies: Counter[str] = copies) -> Tensor:
+            copies["cpu"] += 1
+            return move(self)
+
+        monkeypatch.setattr(Tensor, "cpu", cpu)
+        model = family("llama").make(num_hidden_layers=layers, head_dim=dim)
+        with mp.compress(model, method, **options) as cache, launches() as counts:
+            model(text(1, n), **cache_argument(cache), use_cache=True)
+        monkeypatch.setattr(Tensor, "cpu", move)
+        found.append(counts)
+        waits.append(counts["_local_scalar_dense"] + copies["cpu"])
+    return found[1] - found[0], waits[1] - waits[0]
+
+
+def test_a_prompt_that_is_quantized_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What that adds to a prompt that stays as it is; `flexgen4` leaves sinks out of the order of entries."""
+    monkeypatch.setenv("MILLPOND_KERNELS", "gpu")
+    plain, waits = of_a_prompt(monkeypatch, codec="bf16")
+    for codec, more in (("int4", 6), ("flexgen4", 17)):
+        coded, coded_waits = of_a_prompt(monkeypatch, codec=codec)
+        assert coded["encode"] == 2
+        assert coded.total() - plain.total() <= more, coded - plain
+        assert coded_waits <= waits + 1
+
+
 #: Of a step besides its layers: embeddings, angles, the last norm, the head and what joins the layers' sums.
 OUTSIDE = 20
 OF_A_LAYER = {"mm": 2, "addmm_": 2, "normalize_rows": 2, "gate_rows": 1, "combine": 1}
@@ -244,27 +292,17 @@ def test_the_plans_of_all_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 #: The most launches of a layer that a prompt takes beyond those of `full`, if it is planned as it is read.
 BESIDES_FULL = {"h2o": 8, "window": 8, "snapkv": 20, "ada": 32}
+#: Reads of the device: scores are looked at once they are there, and heads that compete tell how much each keeps.
+WAITS = {"h2o": 1, "window": 1, "snapkv": 1, "ada": 2}
 
 
 def test_a_plan_as_a_layer_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MILLPOND_KERNELS", "gpu")
-    found = {name: of_a_prompt(name) for name in ("full", *BESIDES_FULL)}
+    plain, waits = of_a_prompt(monkeypatch, n=64, dim=16)
     for name, more in BESIDES_FULL.items():
-        assert "_local_scalar_dense" not in found[name], "the host waits for the device"
-        assert found[name].total() <= found["full"].total() + more, found[name]
-
-
-def of_a_prompt(name: str) -> Counter[str]:
-    """Launches of one more layer as a prompt is read in one pass."""
-    found = []
-    for layers in (2, 3):
-        model = family("llama").make(num_hidden_layers=layers, head_dim=16)
-        options = {} if name == "full" else {"budget": 40}
-        with mp.compress(model, method=name, **options) as cache, launches() as counts:
-            model(text(1, 64), **cache_argument(cache), use_cache=True)
-        found.append(counts)
-    found[1].subtract(found[0])
-    return +found[1]
+        planned, planned_waits = of_a_prompt(monkeypatch, name, n=64, dim=16, budget=40)
+        assert planned.total() - plain.total() <= more, planned - plain
+        assert planned_waits - waits <= WAITS[name]
 
 
 def prompt_of_layers(name: str, layers: int) -> BatchCache:

@@ -329,6 +329,7 @@ class EntryRows:
         positions: (R, N) int32 (may be expanded).
         scores: (R, N) float32, zero if None.
         log_masses: (R, N) float32, zero if None; only for pages with masses.
+        on_host: `start` and `count` on the host, where they are known there: nobody reads them back then.
     """
 
     start: Tensor
@@ -339,6 +340,7 @@ class EntryRows:
     positions: Tensor
     scores: Tensor | None = None
     log_masses: Tensor | None = None
+    on_host: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

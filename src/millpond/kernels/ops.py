@@ -327,7 +327,8 @@ def write_packed(regions: PackedRegions, rows: EntryRows) -> None:
     """
     grain = regions.pages.layout.grain
     if grain > 1:
-        for name, indices in (("start", rows.start), ("count", rows.count)):
+        start, count = rows.on_host or (rows.start.cpu().numpy(), rows.count.cpu().numpy())
+        for name, indices in (("start", start), ("count", count)):
             bad = indices[indices % grain != 0]
             if len(bad):
                 raise OptionError(

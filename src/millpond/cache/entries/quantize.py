@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -19,6 +20,7 @@ from millpond.codec.spec import WHOLE, Codec
 from millpond.kernels import ops
 from millpond.kernels.args import EntryRows, PaddedEntries, joined
 from millpond.kernels.decode_rules import DecodeRule, eviction_value
+from millpond.kernels.transfers import on_device
 
 #: Beyond all positions: what lies in the next tier already goes before what comes from above.
 FAR = 2**30
@@ -74,57 +76,162 @@ def _pass(upper: QuantizedStore, lower: QuantizedStore, sequence: int, over: Int
         sparse[cut] = False
         again = lower.pages_of(rows, sparse)
         stays = (again.positions >= 0).sum(1).cpu().numpy()
-    count = torch.from_numpy((over + stays) // slots * slots).to(again.positions.device)
+    count = (over + stays) // slots * slots
     entries = joined([again, upper.read(sequence)])
     n_again = again.positions.shape[1]
     age = entries.positions.clone()
     age[:, n_again:] += torch.where(age[:, n_again:] >= 0, FAR, 0)
     order = by_position(age)
     lower.absorb(sequence, NewCodes(count, order[:, : int(count.max())], entries), emptied=sparse)
-    chosen = torch.arange(order.shape[1], device=order.device) < count[:, None]
+    chosen = torch.arange(order.shape[1], device=order.device) < on_device(count, order.device)[:, None]
     moved = torch.zeros_like(chosen).scatter_(1, order, chosen)[:, n_again:]
     upper.absorb(sequence, kept=~moved, emptied=upper.sparse(rows, moved, whole=True))
 
 
-def write_fresh_pages(table: PageTable, sequence: int, entries: Entries, index: Tensor, counts: Tensor) -> None:
+def write_fresh_pages(table: PageTable, sequence: int, entries: Entries, index: Tensor, counts: Ints) -> None:
     """Hold the first counts (H,) candidates of index (H, n), and nothing else, in fresh pages.
 
     Raises:
         PoolFullError: the pool is full; nothing was changed.
     """
-    lens = counts.cpu().numpy().astype(np.int32)
+    lens = counts.astype(np.int32)
     rows = table.rows(sequence)
     table.renew(sequence, lens)
-    start = torch.zeros_like(counts).int()
-    ops.write(table.regions_of(rows), EntryRows(start, counts.int(), index.int().contiguous(), *entries[:5]))
+    start, count = on_device(np.stack([np.zeros_like(lens), lens]), index.device)
+    ops.write(table.regions_of(rows), EntryRows(start, count, index.int().contiguous(), *entries[:5]))
     table.set_lengths(sequence, lens)
 
 
 def before(quantized: QuantizedPart, sequence: int, plain: Entries) -> Entries:
     """Return all entries of a sequence: dequantized ones, slot by slot, then the plain ones."""
+    if not quantized.width(sequence):
+        return plain
     return _behind(quantized.read(sequence), plain)._replace(n_quantized=quantized.width(sequence))
 
 
-def replace(table: PageTable, sequence: int, entries: Entries, keep: Tensor, *, seal: bool) -> None:
-    """Hold exactly the kept candidates (H, N); `seal`: quantize as many as the format wants.
+def replace(
+    table: PageTable, sequence: int, entries: Entries, keep: Tensor | None, *, seal: bool, counts: Ints | None = None
+) -> None:
+    """Hold exactly the kept candidates, and quantize as many as the format wants, if `seal`.
 
     Quantized entries that stay keep their codes, evicted ones become tombstones; only survivors in a page that is at
     least half dead are encoded again. Candidates of which none was quantized (a merge made them) replace everything. In
     a format with tiers nothing leaves: what is not kept is quantized.
+
+    Args:
+        table: Table of the layer.
+        sequence: Sequence in the table.
+        entries: Candidates.
+        keep: Candidates that are kept, (H, N) bool; None for all.
+        seal: Whether to quantize entries.
+        counts: Kept candidates of each head, (H,), if the host knows them; they are read from the device otherwise.
     """
     quantized = table.quantized
     assert quantized is not None
-    n, here = entries.n_quantized, entries.positions >= 0
+    n, rows = entries.n_quantized, table.rows(sequence)
+    none_leaves = not n or (keep is None and not any(part.n_evicted[rows].any() for part in quantized.parts))
+    if not quantized.codec.tiered and none_leaves:
+        _replace_plain(table, quantized, sequence, entries, keep, counts, seal=seal)
+    else:
+        here = entries.positions >= 0
+        _replace_some(table, quantized, sequence, entries, here, here if keep is None else keep, seal=seal)
+    if seal and not quantized.codec.tiered:
+        pass_down(table, np.arange(table.n_seq) == sequence)
+
+
+def _replace_plain(
+    table: PageTable,
+    quantized: QuantizedPart,
+    sequence: int,
+    entries: Entries,
+    keep: Tensor | None,
+    counts: Ints | None,
+    *,
+    seal: bool,
+) -> None:
+    """Do what `replace` does where no quantized entry leaves: of the others the oldest ones are quantized.
+
+    The host knows how many these are, so nothing is read from the device.
+    """
+    n = entries.n_quantized
+    if not n:
+        quantized.forget(sequence)
+    first, held = quantized.parts[0], quantized.live[sequence]
+    positions = entries.positions[:, n:]
+    if keep is not None:
+        positions = torch.where(keep[:, n:], positions, -1)
+    if counts is None:
+        counts = (positions >= 0).sum(1).cpu().numpy() + held
+    n_plain = counts - held
+    more = _n_codes(first, n_plain, counts) if seal else np.zeros_like(n_plain)
+    codes, plain = _split(by_position(positions), positions, n_plain, more, first.codec.sinks)
+    if n:
+        codes, plain = codes + n, plain + n
+    scores = entries.scores[:, :n] if n else None
+    _write_both(table, quantized, sequence, entries, (codes, plain), (more, n_plain - more), scores=scores)
+
+
+def hold_columns(
+    table: PageTable, sequence: int, entries: Entries, columns: Tensor, counts: Ints, *, seal: bool
+) -> None:
+    """Do what `replace` does of `complete` candidates: keep the first counts (H,) of columns (H, n), ascending."""
+    quantized, order = table.quantized, columns.long()
+    assert quantized is not None
+    quantized.forget(sequence)
+    first = quantized.parts[0]
+    more = _n_codes(first, counts, counts) if seal else np.zeros_like(counts)
+    codes, plain = _split(order, _positions_at(columns, counts), counts, more, first.codec.sinks)
+    _write_both(table, quantized, sequence, entries, (codes, plain), (more, counts - more))
+    if seal:
+        pass_down(table, np.arange(table.n_seq) == sequence)
+
+
+def _positions_at(columns: Tensor, counts: Ints) -> Tensor:
+    """Return the positions (H, n) of the first counts (H,) columns of `complete` candidates, -1 after them."""
+    if (counts == columns.shape[1]).all():
+        return columns
+    there = torch.arange(columns.shape[1], device=columns.device) < on_device(counts, columns.device)[:, None]
+    return torch.where(there, columns, -1)
+
+
+def _split(order: Tensor, positions: Tensor, n_plain: Ints, more: Ints, sinks: int) -> tuple[Tensor, Tensor]:
+    """Return columns of the `more` (H,) oldest of n_plain (H,) entries, but for the sinks, and of the others.
+
+    order: columns (H, N) in the order of `positions` (H, N), -1 last.
+    """
+    width, most, rest = order.shape[1], int(more.max(initial=0)), int((n_plain - more).max(initial=0))
+    if not most:
+        return order[:, :0], order[:, :rest]
+    if not sinks and (more == most).all():
+        return order[:, :most], order[:, most : most + rest]
+    after = on_device(np.minimum(np.arange(rest) + more[:, None], width - 1).astype(np.int64), order.device)
+    if not sinks:
+        return order[:, :most], order.gather(1, after)
+    first = ((positions >= 0) & (positions < sinks)).sum(1, keepdim=True).clamp(max=sinks)
+    column = torch.arange(max(most, rest), device=order.device)
+    codes = order.gather(1, column[:most] + first)
+    return codes, order.gather(1, torch.where(column[:rest] < first, column[:rest], after))
+
+
+def _replace_some(
+    table: PageTable,
+    quantized: QuantizedPart,
+    sequence: int,
+    entries: Entries,
+    here: Tensor,
+    keep: Tensor,
+    *,
+    seal: bool,
+) -> None:
+    """Do what `replace` does where quantized entries may leave, `here` and `keep` (H, N) bool."""
     if quantized.codec.tiered and len(quantized.parts) > 1:
         _hold_tiers(table, sequence, entries, keep, seal=seal)
         return
-    codes, plain = here & ~keep, here & keep
+    n, codes, plain = entries.n_quantized, here & ~keep, here & keep
     kept, scores, emptied = None, None, None
     if quantized.codec.tiered:
         codes[:, :n], plain[:, :n] = False, False
     else:
-        if not n:
-            quantized.forget(sequence)
         first, n_kept = quantized.parts[0], plain.sum(1).cpu().numpy()
         kept, scores, width = keep[:, :n], entries.scores[:, :n], first.width(sequence)
         emptied = first.sparse(first.rows(sequence), codes[:, :width])
@@ -134,8 +241,6 @@ def replace(table: PageTable, sequence: int, entries: Entries, keep: Tensor, *, 
         codes = _oldest(first, entries.positions, plain, n_kept) if seal else torch.zeros_like(plain)
         plain &= ~codes
     _absorb(table, quantized, sequence, entries, codes, plain, kept, scores, emptied)
-    if seal and not quantized.codec.tiered:
-        pass_down(table, np.arange(table.n_seq) == sequence)
 
 
 def _hold_tiers(table: PageTable, sequence: int, entries: Entries, keep: Tensor, *, seal: bool) -> None:
@@ -164,7 +269,7 @@ def _hold_tiers(table: PageTable, sequence: int, entries: Entries, keep: Tensor,
         plain[:, :above] = False
     chosen = [movable & ~keep, plain]
     orders = [by_position(torch.where(one, entries.positions, -1)) for one in chosen]
-    counts = [one.sum(1) for one in chosen]
+    counts = _counts(chosen)
     orders = [order[:, : int(count.max())] for order, count in zip(orders, counts, strict=True)]
     below, new = (
         NewCodes(count, order, PaddedEntries(*entries[:5])) for order, count in zip(orders, counts, strict=True)
@@ -178,7 +283,7 @@ def _hold_tiers(table: PageTable, sequence: int, entries: Entries, keep: Tensor,
             upper.absorb(sequence, new, kept=torch.zeros_like(here[:, :above]), emptied=emptied)
         else:
             upper.absorb(sequence, kept=stays, scores=entries.scores[:, :above])
-        count = torch.zeros_like(counts[1]) if seal else counts[1]
+        count = np.zeros_like(counts[1]) if seal else counts[1]
         write_fresh_pages(table, sequence, entries, orders[1], count)
 
     lower.absorb(sequence, below, write_rest=write_rest)
@@ -253,7 +358,7 @@ def _quantize_run(table: PageTable, quantized: QuantizedStore, sequences: np.nda
         return False
     first = (there & (positions < codec.sinks)).sum(1)[:, None]
     index = torch.from_numpy((first + np.arange(int(more.max()))).astype(np.int32)).to(chosen.device)
-    quantized.write_all(sequences, torch.from_numpy(more).to(chosen.device), index, entries)
+    quantized.write_all(sequences, more, index, entries)
     if stays_in_place:
         table.drop_first(rows, more // table.pool.slots)
     else:
@@ -328,7 +433,7 @@ def begin_with_codes(table: PageTable, pages: PageIds) -> None:
         entries = _plain(table, 0)
         here = entries.positions >= 0
         stay = here & ((entries.positions < sinks) | (entries.positions >= sinks + n_codes))
-        order, counts = by_position(torch.where(stay, entries.positions, -1)), stay.sum(1)
+        order, (counts,) = by_position(torch.where(stay, entries.positions, -1)), _counts([stay])
         write_fresh_pages(table, 0, entries, order[:, : int(counts.max())], counts)
     else:
         table.drop_first(np.arange(table.n_regions), np.full(table.n_regions, n_codes // slots))
@@ -403,6 +508,13 @@ def _behind(first: PaddedEntries, then: Entries) -> Entries:
     )
 
 
+def _n_codes(quantized: QuantizedStore, loose: Ints, held: Ints) -> Ints:
+    """Return how many of `loose` (H,) plain entries are quantized now, of heads that hold `held` (H,)."""
+    codec, page = quantized.codec, quantized.slots
+    more: Ints = (loose - codec.sinks - newest(codec, held)).clip(min=0) // page * page
+    return more
+
+
 def _oldest(quantized: QuantizedStore, positions: Tensor, loose: Tensor, held: Ints) -> Tensor:
     """Return which `loose` entries are quantized now, (H, N) bool.
 
@@ -447,14 +559,38 @@ def _absorb(
     Raises:
         PoolFullError: the pool is full; nothing was changed.
     """
+    orders = [by_position(torch.where(chosen, entries.positions, -1)) for chosen in (codes, plain)]
+    counts = _counts([codes, plain])
+    new, rest = (order[:, : int(count.max())] for order, count in zip(orders, counts, strict=True))
+    _write_both(table, quantized, sequence, entries, (new, rest), counts, kept, scores, emptied)
+
+
+def _write_both(
+    table: PageTable,
+    quantized: QuantizedPart,
+    sequence: int,
+    entries: Entries,
+    columns: tuple[Tensor, Tensor],
+    counts: Sequence[Ints],
+    kept: Tensor | None = None,
+    scores: Tensor | None = None,
+    emptied: np.ndarray | None = None,
+) -> None:
+    """Quantize candidates, and write others to plain pages: columns (H, n), of which a head has its count (H,).
+
+    See `_absorb`.
+    """
     dtype = table.pool.arrays.dtype
     entries = entries._replace(keys=entries.keys.to(dtype), values=entries.values.to(dtype))
-    orders = [by_position(torch.where(chosen, entries.positions, -1)) for chosen in (codes, plain)]
-    counts = [chosen.sum(1) for chosen in (codes, plain)]
-    rows = [order[:, : int(count.max())] for order, count in zip(orders, counts, strict=True)]
 
     def write_plain() -> None:
-        write_fresh_pages(table, sequence, entries, rows[1], counts[1])
+        write_fresh_pages(table, sequence, entries, columns[1], counts[1])
 
-    new = NewCodes(counts[0], rows[0], PaddedEntries(*entries[:5]))
+    new = NewCodes(counts[0], columns[0], PaddedEntries(*entries[:5]))
     quantized.absorb(sequence, new, kept=kept, scores=scores, emptied=emptied, write_rest=write_plain)
+
+
+def _counts(chosen: Sequence[Tensor]) -> list[Ints]:
+    """Return how many entries of each head are chosen, (H,) of each (H, N) bool, on the host."""
+    counts: list[Ints] = list(torch.stack([one.sum(1) for one in chosen]).cpu().numpy().astype(np.int32))
+    return counts

@@ -16,7 +16,6 @@ from millpond.cache.types import Entries, by_position
 from millpond.kernels import ops
 from millpond.kernels.args import EntryRows, PaddedEntries
 from millpond.kernels.pages import Arenas
-from millpond.kernels.transfers import on_device
 from millpond.policy.view import columns_of
 
 
@@ -99,7 +98,8 @@ def keep_all(
     if table.quantized is None or not (last or entries.n_quantized):
         append(table, sequence, k, v, q_pos)
     else:
-        replace(table, sequence, entries, entries.positions >= 0, last=last)
+        counts = table.entries()[sequence] + k.shape[1]
+        quantize.replace(table, sequence, entries, None, seal=last, counts=counts)
 
 
 def replace(table: PageTable, sequence: int, entries: Entries, keep: Tensor, *, last: bool = True) -> None:
@@ -112,22 +112,18 @@ def replace(table: PageTable, sequence: int, entries: Entries, keep: Tensor, *, 
         quantize.replace(table, sequence, entries, keep, seal=last)
         return
     order = by_position(torch.where(keep, entries.positions, -1))
-    counts = keep.sum(1)
+    counts = keep.sum(1).cpu().numpy()
     write_fresh_pages(table, sequence, entries, order[:, : int(counts.max())], counts)
 
 
 def keep_columns(
     table: PageTable, sequence: int, entries: Entries, columns: Tensor, counts: Ints, *, last: bool = True
 ) -> None:
-    """Hold exactly the first counts (H,) candidates of columns (H, n), ascending by position, see `replace`."""
+    """Hold exactly the first counts (H,) of columns (H, n), ascending, of `complete` candidates, see `replace`."""
     if table.quantized is None:
-        write_fresh_pages(table, sequence, entries, columns, torch.from_numpy(counts))
-        return
-    n = entries.positions.shape[1]
-    stays = torch.arange(columns.shape[1], device=columns.device) < on_device(counts, columns.device)[:, None]
-    keep = torch.zeros(len(columns), n + 1, dtype=torch.bool, device=columns.device)
-    keep.scatter_(1, torch.where(stays, columns, n).long(), True)
-    quantize.replace(table, sequence, entries, keep[:, :n], seal=last)
+        write_fresh_pages(table, sequence, entries, columns, counts)
+    else:
+        quantize.hold_columns(table, sequence, entries, columns, counts, seal=last)
 
 
 def drop(table: PageTable, sequence: int, entries: Entries, gone: Tensor, *, last: bool = True) -> None:

@@ -122,7 +122,7 @@ def _copy(source: PageTable, target: PageTable, sequence: int) -> None:
     width = int(lens.max(initial=0))
     entries = Entries(*ops.read(source.regions_of(rows), width))
     index = torch.arange(width, device=source.lens.device).expand(len(lens), -1)
-    write_fresh_pages(target, sequence, entries, index, torch.from_numpy(lens).to(source.lens.device))
+    write_fresh_pages(target, sequence, entries, index, lens)
 
 
 def let_go(table: PageTable) -> None:

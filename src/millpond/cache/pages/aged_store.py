@@ -115,7 +115,7 @@ class AgedStore:
     ) -> None:
         """See `QuantizedStore.absorb`; new codes join the newest tier, whose pages are `emptied`."""
         columns = [slice(0, 0)] * len(self.parts)
-        if kept is not None:
+        if kept is not None or scores is not None:
             columns = [part_columns for _, part_columns in self._columns(self.rows(sequence))]
         olds = [
             (None if kept is None else kept[:, part_columns], None if scores is None else scores[:, part_columns])

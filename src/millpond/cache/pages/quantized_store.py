@@ -29,12 +29,12 @@ class NewCodes:
     """Entries of a sequence to quantize.
 
     Attributes:
-        count: Number of entries of each KV head, (H,).
+        count: Number of entries of each KV head, (H,), on the host.
         index: Their rows of `entries`, (H, width); each head has `count` of them.
         entries: Entries as numbers, among others.
     """
 
-    count: Tensor
+    count: Ints
     index: Tensor
     entries: PaddedEntries
 
@@ -84,7 +84,8 @@ class QuantizedStore(QuantizedRegions):
         """
         rows = self.rows(sequence)
         lens = self.lens[rows].copy()
-        alive = None if kept is None or not kept.shape[1] else self.positions(rows)[:, : kept.shape[1]] >= 0
+        before = max((t.shape[1] for t in (kept, scores) if t is not None), default=0)
+        alive = self.positions(rows)[:, :before] >= 0 if before else None
         if new is not None:
             self.write_all(np.array([sequence]), new.count, new.index.int().contiguous(), new.entries)
         try:
@@ -97,22 +98,22 @@ class QuantizedStore(QuantizedRegions):
             raise
         if kept is not None and alive is not None:  # of a shorter head the first of `new` lie in these slots
             self.mark_evicted(rows, alive & ~kept)
-            if scores is not None:
-                changed = scores != self.scores(rows)[:, : kept.shape[1]]
-                self.rescore(rows, scores, alive & kept & changed)
+            alive = alive & kept
+        if scores is not None and alive is not None:
+            self.rescore(rows, scores, alive & (scores != self.scores(rows)[:, :before]))
         if emptied is not None:
             self._drop_pages(rows, emptied)
 
-    def write_all(self, sequences: npt.NDArray[np.int64], count: Tensor, index: Tensor, entries: PaddedEntries) -> None:
+    def write_all(self, sequences: npt.NDArray[np.int64], count: Ints, index: Tensor, entries: PaddedEntries) -> None:
         """Quantize entries of several sequences, after the quantized ones of their regions.
 
         Args:
             sequences: Sequences in the table, (s,).
-            count: Entries of each of their n regions, (n,).
+            count: Entries of each of their n regions, (n,), on the host.
             index: Rows of `entries` to quantize, (n, width) int32.
             entries: Entries as numbers.
         """
-        more = count.cpu().numpy().astype(np.int32)
+        more = count.astype(np.int32)
         if not more.any():
             return
         for sequence in sequences.tolist():
@@ -122,8 +123,11 @@ class QuantizedStore(QuantizedRegions):
         self._reserve(rows, self.lens[rows] + more)
         if self._rope is not None:
             self._rope.reach(int(entries.positions.max()) + 1)
-        start = self._there(self.lens[rows])
-        ops.write_packed(self.regions(rows), EntryRows(start, count.int(), index, *entries))
+        runs = np.stack([self.lens[rows], more])
+        start, taken = self._there(runs)
+        its_rows = self.rows(int(sequences[0])) if len(sequences) == 1 else rows
+        given = EntryRows(start, taken, index, *entries, on_host=(runs[0], runs[1]))
+        ops.write_packed(self.regions(its_rows), given)
         self.lens[rows] += more
         self._changed()
 

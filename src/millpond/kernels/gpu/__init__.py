@@ -14,7 +14,7 @@ except ImportError as error:
 # in torch: its matrix products will do
 from millpond.kernels.eager.attention import absolute_sums, attend, newest_alike
 from millpond.kernels.eager.decode import admit
-from millpond.kernels.eager.packed_pages import read_packed, write_packed
+from millpond.kernels.eager.packed_pages import read_packed
 from millpond.kernels.gpu.block_sums import block_sums
 from millpond.kernels.gpu.decode import decode, decode_rows, decode_shared
 from millpond.kernels.gpu.pages import read, read_scores, write
@@ -22,6 +22,7 @@ from millpond.kernels.gpu.prefill import prefill
 from millpond.kernels.gpu.selection import best_columns, move_entries, shared_counts
 from millpond.kernels.gpu.transform import decode_pages
 from millpond.kernels.gpu.window import window_signal, window_sums
+from millpond.kernels.gpu.write_packed import write_packed
 from millpond.kernels.merge.reference import merge_slots
 
 __all__ = [
