@@ -16,16 +16,20 @@ from millpond.cache.batch_cache import BatchCache
 from millpond.cache.layer import joint_plans
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages import page_table
+from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.pool import PagePool
+from millpond.cache.pages.pool_set import PoolSet
+from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.cache.state.positions import PositionTracker
+from millpond.codec import resolve
 from millpond.errors import BudgetError, NumericsError
 from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 from millpond.policy.policy import Policy
 from millpond.prompt_marks import PromptMarks
 
-LAYERS, HEADS, GROUP, DIM = 4, 3, 2, 16
-SHAPE = AttentionShape(0.25)
+LAYERS, HEADS, GROUP, DIM = 4, 3, 2, 64
+SHAPE = AttentionShape(DIM**-0.5)
 METHODS_TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "h2o": ("h2o", {}),
     "h2o averaged": ("h2o", {"average": True}),
@@ -147,6 +151,48 @@ def test_each_layer_keeps_what_it_would_alone(
     assert pools[0].n_live == pools[1].n_live
     pools[1].check_integrity([one.table.held() for one in caches[1].layers if one.table is not None])
     assert not any(layer_cache.pending for layer_cache in caches[1].layers)
+
+
+@pytest.mark.parametrize("codec", ["int4", "int8", "rotated4", "flexgen4", "fp8"])
+@pytest.mark.parametrize("name", ["full", "h2o", "ada", "snapkv"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_of_all_layers_are_those_of_each_alone(
+    name: str, codec: str, dtype: torch.dtype, alone: Callable[[BatchCache], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, found = METHODS.get("full")() if name == "full" else policy_of(name), []
+    monkeypatch.setattr(joint_plans, "ENCODED_TOGETHER", 1 << 18)  # one layer or a few at a time
+    for end in (alone, lambda batch_cache: joined(batch_cache, monkeypatch)):
+        pools = PoolSet(resolve(codec), 16, MemoryLimit(None), masses=False)
+        batch_cache = coded(policy, pools)
+        read(batch_cache, 400, 2, dtype)
+        assert end(batch_cache) in (None, [LAYERS])
+        stores = [one.table.quantized for one in batch_cache.layers if one.table is not None]
+        assert all(isinstance(store, QuantizedStore) and store.lens.any() for store in stores)
+        codes = [torch.from_numpy(store.lens) for store in stores if store is not None]
+        found.append([[*own, lens] for own, lens in zip(held(batch_cache), codes, strict=True)])
+        for pool in pools:
+            holders = [held_in for one in batch_cache.layers if one.table for held_in in one.table.held_in(pool)]
+            holders += [held_in for store in stores if store is not None for held_in in store.held_in(pool)]
+            pool.check_integrity(holders)
+    assert_same(found[1], found[0])
+
+
+def coded(policy: Policy, pools: PoolSet) -> BatchCache:
+    tracker = PositionTracker()
+
+    def layer(index: int) -> LayerCache:
+        return LayerCache(
+            index,
+            policy,
+            lambda *_: 200 + 20 * index,
+            pools.plain,
+            tracker,
+            between_chunks=False,
+            quantized=pools.make_quantized,
+            reading=pools.reading,
+        )
+
+    return BatchCache([layer(index) for index in range(LAYERS)], tracker)
 
 
 @pytest.mark.parametrize("name", ["h2o", "ada"])

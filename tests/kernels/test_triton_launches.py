@@ -20,8 +20,10 @@ pytest.importorskip("triton", reason="Triton is not installed (pip install 'mill
 import millpond as mp
 from millpond.cache.batch_cache import BatchCache
 from millpond.cache.layer.layer_cache import LayerCache
-from millpond.cache.pages.pool import PagePool
+from millpond.cache.pages.memory_limit import MemoryLimit
+from millpond.cache.pages.pool_set import PoolSet
 from millpond.cache.state.positions import PositionTracker
+from millpond.codec import resolve
 from millpond.kernels import gpu, linear, ops
 from millpond.kernels.args import AttentionShape, EntryRows
 from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Reduce, Signal
@@ -290,6 +292,22 @@ def test_the_plans_of_all_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert found[0].total() <= len(OF_ALL_PLANS[name]) + (name in ("snapkv", "ada")) * 20
 
 
+@pytest.mark.parametrize(("name", "more"), [("full", {}), ("h2o", {"_read_scores": 1, "select": 1})])
+def test_the_codes_of_all_layers(name: str, more: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits once for all of them, to see whether there are numbers that no code can hold."""
+    monkeypatch.setenv("MILLPOND_KERNELS", "gpu")
+    found = []
+    for layers in (2, 4):
+        batch_cache = prompt_of_layers(name, layers, "int4", n=160, budget=144)
+        with launches() as counts:
+            batch_cache.run_plans()
+        assert all(one.table is not None and one.table.packed_parts[0].lens.all() for one in batch_cache.layers)
+        found.append(counts)
+    assert found[0] == found[1]
+    assert found[0].items() >= {"_read": 1, "encode": 2, "_local_scalar_dense": 1, "move": 1, **more}.items(), found[0]
+    assert found[0].total() <= 10 + len(more), found[0]
+
+
 #: The most launches of a layer that a prompt takes beyond those of `full`, if it is planned as it is read.
 BESIDES_FULL = {"h2o": 8, "window": 8, "snapkv": 20, "ada": 32}
 #: Reads of the device: scores are looked at once they are there, and heads that compete tell how much each keeps.
@@ -305,20 +323,29 @@ def test_a_plan_as_a_layer_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         assert planned_waits - waits <= WAITS[name]
 
 
-def prompt_of_layers(name: str, layers: int) -> BatchCache:
-    """A prompt of 60 tokens that every layer has read, its plans waiting."""
+def prompt_of_layers(name: str, layers: int, codec: str = "bf16", n: int = 60, budget: int = 40) -> BatchCache:
+    """A prompt of `n` tokens that every layer has read, its plans waiting."""
     policy, tracker = METHODS.get(name)(), PositionTracker()
-    pool = PagePool(16, 16, torch.float32, slots=16)
+    pools = PoolSet(resolve(codec), 16, MemoryLimit(None), masses=False)
     cache = BatchCache(
         [
-            LayerCache(index, policy, lambda *_: 40, lambda *_: pool, tracker, between_chunks=False)
+            LayerCache(
+                index,
+                policy,
+                lambda *_: budget,
+                pools.plain,
+                tracker,
+                between_chunks=False,
+                quantized=pools.make_quantized,
+                reading=pools.reading,
+            )
             for index in range(layers)
         ],
         tracker,
     )
     cache.reading = True
-    cache.begin(torch.zeros(1, 60, dtype=torch.int64))
+    cache.begin(torch.zeros(1, n, dtype=torch.int64))
     for layer_cache in cache.layers:
-        q, k, v = (torch.randn(1, heads, 60, 16) for heads in (4, 2, 2))
+        q, k, v = (torch.randn(1, heads, n, 32).bfloat16() for heads in (4, 2, 2))
         layer_cache.attend(q, k, v, None, AttentionShape(0.25))
     return cache

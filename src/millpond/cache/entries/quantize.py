@@ -175,15 +175,32 @@ def hold_columns(
     table: PageTable, sequence: int, entries: Entries, columns: Tensor, counts: Ints, *, seal: bool
 ) -> None:
     """Do what `replace` does of `complete` candidates: keep the first counts (H,) of columns (H, n), ascending."""
-    quantized, order = table.quantized, columns.long()
+    quantized = table.quantized
     assert quantized is not None
     quantized.forget(sequence)
-    first = quantized.parts[0]
-    more = _n_codes(first, counts, counts) if seal else np.zeros_like(counts)
-    codes, plain = _split(order, _positions_at(columns, counts), counts, more, first.codec.sinks)
-    _write_both(table, quantized, sequence, entries, (codes, plain), (more, counts - more))
+    both, numbers = split_columns(quantized.parts[0], columns, counts, seal=seal)
+    _write_both(table, quantized, sequence, entries, both, numbers)
     if seal:
         pass_down(table, np.arange(table.n_seq) == sequence)
+
+
+def split_columns(
+    quantized: QuantizedStore, columns: Tensor, counts: Ints, *, seal: bool = True
+) -> tuple[tuple[Tensor, Tensor], tuple[Ints, Ints]]:
+    """Return which of a prompt's entries are quantized at its end, and which are not.
+
+    Args:
+        quantized: Empty store of the codes.
+        columns: (R, n) columns of `complete` candidates, ascending.
+        counts: (R,) how many of each row stay.
+        seal: Whether to quantize any.
+
+    Returns:
+        The columns of both, (R, n) int64, and how many they are of each row, (R,).
+    """
+    more = _n_codes(quantized, counts, counts) if seal else np.zeros_like(counts)
+    both = _split(columns.long(), _positions_at(columns, counts), counts, more, quantized.codec.sinks)
+    return both, (more, counts - more)
 
 
 def _positions_at(columns: Tensor, counts: Ints) -> Tensor:

@@ -1,7 +1,8 @@
-"""Plans of all layers at the end of one prompt, in a few launches: one choice, and one move of what stays.
+"""Plans of all layers at the end of one prompt, in a few launches: one choice, one move, and codes of many layers.
 
-Layers are planned together if their plans only choose by scores among all tokens of the prompt, and their pages are of
-one pool. What stays moves inside the pages of a layer, or to pages of its own where others hold them too.
+Layers are planned together if their plans only choose by scores among all tokens of the prompt, or keep all and only
+quantize them, and their pages are of one pool. What stays moves inside the pages of a layer, or to pages of its own
+where others hold them too.
 """
 
 from __future__ import annotations
@@ -13,17 +14,23 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from millpond.cache.entries import quantize
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.layer.prompt_pages import let_go
 from millpond.cache.pages.page_table import PageTable, publish_together
+from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.cache.planning.prompt_selection import Ints, Selection, Wanted, select
 from millpond.errors import PoolFullError
 from millpond.kernels import ops
-from millpond.kernels.args import PageRegions
+from millpond.kernels.args import EntryRows, PageRegions
+from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.selection_args import MoveArgs
 from millpond.kernels.transfers import on_device, send
 from millpond.kernels.window_args import PagedWindowArgs
 from millpond.policy.policy import REDUCE
+
+#: Bytes of keys and values of a prompt that are read together to be encoded.
+ENCODED_TOGETHER = 1 << 28
 
 
 class JointPlan:
@@ -36,15 +43,20 @@ class JointPlan:
     def __init__(self, layers: Sequence[tuple[LayerCache, Wanted]]) -> None:
         self._layers = [layer_cache for layer_cache, _ in layers]
         self._wanted = [wanted for _, wanted in layers]
+        self._policy = self._layers[0].policy
         self._tables = [table for one in self._layers if (table := one.table) is not None]
-        self._n = int(self._tables[0].lengths().max())
+        self._stores = [table.quantized for table in self._tables if isinstance(table.quantized, QuantizedStore)]
+        self._n, self._n_heads = int(self._tables[0].lengths().max()), self._tables[0].n_kv_heads
         self._source = self._regions_of(self._tables, self._n)
 
     @staticmethod
     def kind(layer_cache: LayerCache, table: PageTable) -> Hashable:
         """Return what layers have in common that are planned together."""
         shape, held, others = layer_cache.attention.shape, int(table.lengths().max()), table.page_lists.n_shared() > 0
-        return id(layer_cache.policy), id(table.pool), table.n_kv_heads, held, others, shape.scale, shape.softcap
+        codes = table.quantized
+        of_codes = (id(codes.pool), codes.codec) if isinstance(codes, QuantizedStore) else None
+        of_layer = id(layer_cache.policy), shape.scale, shape.softcap
+        return of_layer, of_codes, id(table.pool), table.n_kv_heads, held, others
 
     def run(self) -> bool:
         """Run the plans.
@@ -54,31 +66,51 @@ class JointPlan:
 
         Raises:
             BudgetError: what must be protected does not fit.
-            NumericsError: scores are NaN.
+            NumericsError: scores are NaN, or numbers that the format cannot hold.
         """
-        first = self._layers[0]
         signal = self._signal()
-        view = first.planner.joint_view(len(self._source.lens), signal, self._source.device)
-        selection = select(first.policy, view, self._wanted)
-        if selection.check.is_ready:
+        selection = self._selection(signal)
+        if selection is not None and selection.check.is_ready:
             selection.check.settle()
+        columns, counts = self._everything() if selection is None else (selection.columns, selection.counts.ravel())
+        plain, n_plain = columns, counts
+        if self._stores:
+            (codes, plain), (n_codes, n_plain) = quantize.split_columns(self._stores[0], columns, counts)
         with publish_together():
-            targets = self._targets(selection.counts)
-            if targets is None:
+            targets = self._targets(n_plain)
+            if targets is None or (self._stores and not self._begin_codes(n_codes)):
+                for into in self._fresh(targets or []):
+                    let_go(into)
                 return False
-            self._move(targets, selection, signal)
-            for layer_cache, into, wanted, counts, capacities in zip(
-                self._layers, targets, self._wanted, selection.counts, selection.capacities, strict=True
-            ):
-                into.set_lengths(0, counts)
-                layer_cache.end_joint_plan(into, wanted, capacities)
-        selection.check.settle()
+            if self._stores:
+                self._encode(targets[0].pool.arrays.dtype, codes, n_codes, signal)
+            self._move(targets, plain, n_plain, signal)
+            for number, (layer_cache, into) in enumerate(zip(self._layers, targets, strict=True)):
+                into.set_lengths(0, self._of_layers(n_plain)[number])
+                capacities = None if selection is None else selection.capacities[number]
+                layer_cache.end_joint_plan(into, self._wanted[number], capacities)
+        if selection is not None:
+            selection.check.settle()
         return True
+
+    # ------------------------------------------------------------------ what stays
+
+    def _selection(self, signal: Tensor | None) -> Selection | None:
+        """Return the entries that stay; None if all do."""
+        if self._policy.keeps_all:
+            return None
+        view = self._layers[0].planner.joint_view(len(self._source.lens), signal, self._source.device)
+        return select(self._policy, view, self._wanted)
+
+    def _everything(self) -> tuple[Tensor, Ints]:
+        """Return the columns of all entries (L * H, N), and how many they are."""
+        n_regions = len(self._tables) * self._n_heads
+        column = torch.arange(self._n, dtype=torch.int32, device=self._source.device)
+        return column.expand(n_regions, -1), np.full(n_regions, self._n, dtype=np.int32)
 
     def _signal(self) -> Tensor | None:
         """Return the signal of the scores, (L * H, N) float32; None if they need none."""
-        first = self._layers[0]
-        policy = first.policy
+        policy = self._policy
         if policy.observes_all:
             return ops.read_scores(self._source, self._n)
         if not policy.window:
@@ -86,44 +118,97 @@ class JointPlan:
         last = [layer_cache.sequence_state.queries.last(0) for layer_cache in self._layers]
         q = torch.cat([queries for queries, _ in last])
         q = q.view(len(self._source.lens), -1, *q.shape[1:])
-        return ops.window_sums(
-            PagedWindowArgs(q, last[0][1], self._source, self._n, first.attention.shape, REDUCE[policy.reduce])
-        )
+        shape, reduce = self._layers[0].attention.shape, REDUCE[policy.reduce]
+        return ops.window_sums(PagedWindowArgs(q, last[0][1], self._source, self._n, shape, reduce))
+
+    # ------------------------------------------------------------------ where it goes
+
+    def _of_layers(self, counts: Ints) -> Ints:
+        return counts.reshape(len(self._tables), self._n_heads)
+
+    def _fresh(self, targets: Sequence[PageTable]) -> list[PageTable]:
+        """Return the tables among `targets` that are new."""
+        return [into for table, into in zip(self._tables, targets, strict=False) if into is not table]
 
     def _targets(self, counts: Ints) -> list[PageTable] | None:
-        """Return the tables for what stays, counts (L, H), with their pages; None if there is no room."""
+        """Return the tables for plain entries, counts (L * H,), with their pages; None if there is no room."""
         rooms = [layer_cache.room() for layer_cache in self._layers]
-        fresh = [(into, own) for table, into, own in zip(self._tables, rooms, counts, strict=True) if into is not table]
-        need = sum(int((-(-own // into.pool.slots)).sum()) for into, own in fresh)
+        fresh, numbers = self._fresh(rooms), self._of_layers(counts)
         try:
-            if fresh and not fresh[0][0].pool.can_allocate(need):
-                raise PoolFullError(f"{need} pages for all layers together")
-            for into, own in fresh:
+            if fresh and not fresh[0].pool.can_allocate(int((-(-counts // fresh[0].pool.slots)).sum())):
+                raise PoolFullError("no room for all layers together")
+            for into, own in zip(fresh, numbers, strict=False):
                 into.reserve(0, own)
         except PoolFullError:  # layer by layer each gives back what it held before the next one needs room
-            for into, _ in fresh:
+            for into in fresh:
                 let_go(into)
             return None
         return rooms
 
-    def _move(self, targets: Sequence[PageTable], selection: Selection, scores: Tensor | None) -> None:
-        """Move what stays, with the signals that it was chosen by as its scores."""
-        counts = on_device(selection.counts.ravel(), self._source.device)
+    def _begin_codes(self, counts: Ints) -> bool:
+        """Give the stores the pages of their codes, counts (L * H,); False if there is no room."""
+        begun = []
+        try:
+            for store, own in zip(self._stores, self._of_layers(counts), strict=True):
+                store.begin(own)
+                begun.append(store)
+        except PoolFullError:
+            for store in begun:
+                store.forget(0)
+            return False
+        return True
+
+    def _encode(self, dtype: torch.dtype, columns: Tensor, counts: Ints, scores: Tensor | None) -> None:
+        """Quantize entries as plain pages of `dtype` would hold them.
+
+        Raises:
+            NumericsError: numbers that the format cannot hold; no entry was changed.
+        """
+        width, heads, first = columns.shape[1], self._n_heads, self._stores[0]
+        if not width:
+            return
+        pages, table, lens = self._source.parts
+        layer_bytes = heads * self._n * (pages.key_dim + pages.value_dim) * pages.dtype.itemsize
+        together = max(ENCODED_TOGETHER // layer_bytes, 1) * heads
+        arrays, index = first.pool.arrays, columns.int().contiguous()
+        ids = np.concatenate([_padded(store.page_lists.ids, -(-width // first.slots)) for store in self._stores])
+        zeros = np.zeros_like(counts)
+        there, start, count = send([ids, zeros, counts], arrays.device)
+        try:
+            for begin in range(0, len(lens), together):
+                rows = slice(begin, begin + together)
+                read = ops.read(PageRegions(pages, table[rows], lens[rows]), self._n)
+                own = None if scores is None else scores[rows]
+                entries = read._replace(keys=read.keys.to(dtype), values=read.values.to(dtype))
+                entries = entries if own is None else entries._replace(scores=own)
+                regions = PackedRegions(arrays, there[rows], start[rows], start[rows], whole_value_dim=first.value_dim)
+                on_host = zeros[rows], counts[rows]
+                ops.write_packed(regions, EntryRows(start[rows], count[rows], index[rows], *entries, on_host=on_host))
+        except BaseException:
+            for store in self._stores:
+                store.forget(0)
+            raise
+
+    def _move(self, targets: Sequence[PageTable], columns: Tensor, counts: Ints, scores: Tensor | None) -> None:
+        """Move plain entries, with the signals that they were chosen by as their scores."""
         same = targets[0] is self._tables[0]
-        into = self._source if same else self._regions_of(targets, int(selection.counts.max()))
-        ops.move_entries(MoveArgs(self._source, into, selection.columns, counts, scores))
+        into = self._source if same else self._regions_of(targets, int(counts.max()))
+        ops.move_entries(MoveArgs(self._source, into, columns.int(), on_device(counts, self._source.device), scores))
 
     @staticmethod
     def _regions_of(tables: Sequence[PageTable], n: int) -> PageRegions:
         """Return the plain pages of all regions of tables of one pool, of `n` entries each."""
-        arrays = tables[0].pool.arrays
-        n_pages = -(-n // tables[0].pool.slots)
-        ids = np.zeros((len(tables), tables[0].n_regions, n_pages), dtype=np.int32)
-        for own, table in zip(ids, tables, strict=True):
-            held = table.page_lists.ids[:, :n_pages]
-            own[:, : held.shape[1]] = held
-        lens: npt.NDArray[np.int32] = np.full(len(tables) * tables[0].n_regions, n, dtype=np.int32)
-        return PageRegions(arrays, *send([ids.reshape(-1, n_pages), lens], arrays.device))
+        arrays, n_pages = tables[0].pool.arrays, -(-n // tables[0].pool.slots)
+        ids = np.concatenate([_padded(table.page_lists.ids, n_pages) for table in tables])
+        lens: npt.NDArray[np.int32] = np.full(len(ids), n, dtype=np.int32)
+        return PageRegions(arrays, *send([ids, lens], arrays.device))
+
+
+def _padded(ids: npt.NDArray[np.int32], n: int) -> npt.NDArray[np.int32]:
+    """Return the first `n` columns of page ids (R, m), with any after those that there are."""
+    wide = np.zeros((len(ids), n), dtype=np.int32)
+    wide[:, : ids.shape[1]] = ids[:, :n]
+    return wide
 
 
 def run_plans(layer_caches: Iterable[LayerCache]) -> list[LayerCache]:

@@ -140,7 +140,7 @@ class LayerCache(LayerStorage):
         table = self._require_table()
         return self._prompt.room(table) or table
 
-    def end_joint_plan(self, into: PageTable, wanted: Wanted, capacities: Counts) -> None:
+    def end_joint_plan(self, into: PageTable, wanted: Wanted, capacities: Counts | None) -> None:
         """Hold what was moved to a table that `room` returned, as the plan that `wanted` asked ends."""
         table = self._require_table()
         self.planner.end_joint_plan(into, wanted, capacities)

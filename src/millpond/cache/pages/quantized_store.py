@@ -131,6 +131,27 @@ class QuantizedStore(QuantizedRegions):
         self.lens[rows] += more
         self._changed()
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its regions differ from those of other layers in nothing but their pages.
+
+        The codes of such layers are written together.
+        """
+        layout, codec = self.pool.arrays.layout, self.codec
+        across = layout.key.across_heads or layout.value.across_heads
+        return not (across or codec.balanced or codec.prune or codec.prune_values or self._rope or self._fixed)
+
+    def begin(self, count: Ints) -> None:
+        """Give an empty store the pages for count (R,) entries, which are written next.
+
+        Raises:
+            PoolFullError: the pool is full; nothing was changed.
+        """
+        assert not self.lens.any(), "it has no codes yet"
+        self._reserve(np.arange(len(count)), count)
+        self.lens[:] = count
+        self._changed()
+
     def mark_evicted(self, rows: Rows, leave: Tensor) -> None:
         """Make tombstones of entries of some regions, leave (n, <= width) bool by slot."""
         if not bool(leave.any()):

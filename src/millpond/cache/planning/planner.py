@@ -15,6 +15,7 @@ from millpond.cache.attention.paged import PagedAttention
 from millpond.cache.entries import read_write
 from millpond.cache.layer.prompt_pages import PromptPages
 from millpond.cache.pages.page_table import PageTable
+from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.cache.planning.prompt_selection import ScoreCheck, Wanted, only_selects, select
 from millpond.cache.planning.step_merger import StepMerger
 from millpond.cache.planning.views import ViewBuilder
@@ -373,13 +374,20 @@ class Planner:
 
         None: it is made alone, by `run_deferred`.
         """
-        seen = self._sequence_state.pending.get(0)
-        if seen is None or table.n_seq > 1 or table.quantized is not None or table.is_offloaded:
+        if table.n_seq > 1 or table.is_offloaded or type(self._attention) is not PagedAttention:
             return None
+        codes, shape = table.quantized, self._attention.shape
+        if codes is not None and (not isinstance(codes, QuantizedStore) or codes.lens.any() or not codes.is_plain):
+            return None
+        seen = int(self._tracker.seen[0])
         complete = self.held_if_complete(0, seen) is not None and bool((table.lengths() == seen).all())
-        if not complete or self._policy.needs.prompt_repeat is not None or not is_by_region(self._policy.score):
+        if not complete or shape.window or self._sequence_state.selective is not None:
             return None
-        if type(self._attention) is not PagedAttention or self._attention.shape.sink_logits is not None:
+        if self._policy.keeps_all:
+            return None if codes is None else Wanted(self._attention.index, UNBOUNDED)
+        if self._sequence_state.pending.get(0) != seen or shape.sink_logits is not None:
+            return None
+        if self._policy.needs.prompt_repeat is not None or not is_by_region(self._policy.score):
             return None
         return Wanted(self._attention.index, self.budget(table, 0, seen)) if self._selects(table, 0, seen) else None
 
@@ -395,10 +403,11 @@ class Planner:
         self._prompt_ends(0, seen)
         return self.views.of_all(0, n_regions, signal, seen, device)
 
-    def end_joint_plan(self, table: PageTable, wanted: Wanted, capacities: Counts) -> None:
+    def end_joint_plan(self, table: PageTable, wanted: Wanted, capacities: Counts | None) -> None:
         """Set the budget of the only sequence after the plan that `wanted` asked."""
-        self.set_budget(table, 0, wanted.budget, capacities)
-        self._sequence_state.pending.clear()
+        if not self._policy.keeps_all:
+            self.set_budget(table, 0, wanted.budget, capacities)
+            self._sequence_state.pending.clear()
 
     def _expect(self, check: ScoreCheck) -> None:
         """Refuse NaN in the scores of a plan once that has reached the host, at the latest in the next plan or step."""
