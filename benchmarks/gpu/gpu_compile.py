@@ -79,7 +79,7 @@ def compile_instead_of_launch() -> dict[str, Compiled]:
 
     JITFunction.run = run
     driver.set_active(Absent())
-    checked = ("decode", "dense", "few_rows", "pages", "prefill", "selection", "window", "write_packed")
+    checked = ("decode", "dense", "few_rows", "pages", "prefill", "selection", "transform", "window", "write_packed")
     for module in checked:  # they would refuse tensors on the CPU
         importlib.import_module(f"millpond.kernels.gpu.{module}").check = lambda *given: None  # type: ignore[attr-defined]
     return found

@@ -17,6 +17,7 @@ from millpond.kernels.decoder_ops import DecoderOps, GatedActivation, Norm
 from millpond.kernels.gpu import few_rows
 from millpond.kernels.gpu.dense import FusedDense
 from millpond.kernels.selection_args import BestArgs, MoveArgs, ShareArgs
+from millpond.kernels.transform_args import CodedDimensions
 from millpond.kernels.window_args import PagedWindowArgs
 
 HEADS, KV_HEADS, DIM = 32, 8, 128  # of the captured step
@@ -343,7 +344,58 @@ def check_selection(machine: Machine) -> Iterator[Row]:
         }
 
 
-CHECKS = (check_copies, check_dense, check_few_rows, check_decode, check_prefill, check_window, check_selection)
+def check_transform(machine: Machine) -> Iterator[Row]:
+    """Bit planes of the codec `transform`: numbers to planes exactly, tokens to numbers and back nearly."""
+    device = machine.device
+    for d, dtype in itertools.product((1024, 80), (torch.bfloat16, torch.float32)):
+        if not machine.mine():
+            continue
+        n, rows = (64, 40) if machine.tiny else (4096, d - d // 10)
+        d = 48 if machine.tiny else d
+        x, mean, matrix = (torch.randn(*of, device=device) for of in ((n, d), (d,), (rows, d)))
+        x = x.to(dtype)
+        bits = (torch.arange(rows, device=device) % 8).to(torch.uint8)
+        chosen = bits.nonzero()[:, 0]
+        z = gpu.project(x, mean, matrix, chosen)
+        expected = (x.double() - mean.double()) @ matrix[chosen].double().T
+        tables = [torch.randn(1 << width, device=device).sort().values for width in range(1, 8)]
+        cuts = torch.cat([torch.cat([(t[1:] + t[:-1]) * 0.5, t[-1:]]) for t in tables])[None]
+        shift, scale = torch.randn(rows, device=device), torch.rand(rows, device=device) * d**0.5 + 0.1
+        words = int((torch.arange(rows) % 8).sum())
+        planes = torch.zeros(n // 32, words, dtype=torch.int32, device=device)
+        gpu.encode_planes(z, CodedDimensions(shift, scale, bits, cuts), planes, 0)
+        u = (z - shift[chosen]) / scale[chosen]
+        at, wrong = 0, 0
+        for number, width in enumerate(bits[chosen].tolist()):
+            table = tables[width - 1]
+            codes = torch.bucketize(u[:, number].contiguous(), (table[1:] + table[:-1]) * 0.5).view(-1, 32)
+            for bit in range(width):
+                want = (((codes >> bit) & 1) << torch.arange(32, device=device)).sum(1)
+                wrong += int((planes[:, at + bit].long() & 0xFFFFFFFF != want).sum())
+            at += width
+        yield {
+            "op": "transform",
+            "dtype": str(dtype),
+            "shape": f"{n} x {d}",
+            "rule": "",
+            "out": error(z, expected),
+            "lse": 0.0,
+            "pages": 0.0,
+            "exact": wrong == 0,
+            "limit": TOLERANCE[torch.float32],
+        }
+
+
+CHECKS = (
+    check_copies,
+    check_dense,
+    check_few_rows,
+    check_decode,
+    check_prefill,
+    check_window,
+    check_selection,
+    check_transform,
+)
 
 
 def run_check(machine: Machine) -> list[Row]:

@@ -12,7 +12,15 @@ from torch import Tensor
 from millpond.codec.transform.fit import SideTransform
 from millpond.codec.transform.levels import cuts_of
 from millpond.codec.transform.ordered_sums import ordered_product
-from millpond.codec.transform.page import PageAddress, check_pages, pack_pages, page_bytes, unpack_pages
+from millpond.codec.transform.page import (
+    TOKENS,
+    PageAddress,
+    check_pages,
+    pack_pages,
+    page_bytes,
+    seal_pages,
+    unpack_pages,
+)
 from millpond.codec.transform.prompt_header import LayerHeader, SideHeader, Sides
 from millpond.kernels.backends import gpu_for, native_for
 from millpond.kernels.native import transform as native
@@ -31,6 +39,12 @@ def project(side: SideTransform, x: Tensor, bits: Tensor | None = None) -> Tenso
     """
     if native_for(torch.float32, x.device) is not None:
         return native.project(x, side.mean.contiguous(), side.rows.contiguous(), bits)
+    kernels = gpu_for(torch.float32, x.device)
+    if kernels is not None:
+        z = x.new_zeros((len(x), side.n_rows), dtype=torch.float32)
+        rows = torch.arange(side.n_rows, device=x.device) if bits is None else bits.nonzero()[:, 0]
+        z[:, rows] = kernels.project(x, side.mean.contiguous(), side.rows.contiguous(), rows)
+        return z
     if bits is not None:
         coded = (bits > 0).nonzero()[:, 0]
         z = x.new_zeros((len(x), side.n_rows), dtype=torch.float32)
@@ -56,6 +70,8 @@ def encode(layer: Sides, header: LayerHeader, z: tuple[Tensor, Tensor], address:
     if native_for(torch.float32, z[0].device) is not None:
         key, value = (_coded(side, part) for side, part in zip(layer, header, strict=True))
         return native.encode_pages((key, value), z, page_bytes(header.bits), address)
+    if gpu_for(torch.float32, z[0].device) is not None:
+        return _encoded(layer, header, z, address)
     codes = [_codes(side, part, numbers) for side, part, numbers in zip(layer, header, z, strict=True)]
     return pack_pages(torch.cat(codes, 1), header.bits, address)
 
@@ -74,6 +90,13 @@ def encode_tokens(layer: Sides, header: LayerHeader, x: tuple[Tensor, Tensor], a
     Returns:
         (P, bytes) uint8 on the CPU.
     """
+    kernels = gpu_for(torch.float32, x[0].device)
+    if kernels is not None:
+        key, value = (
+            kernels.project(own, side.mean.contiguous(), side.rows.contiguous(), part.bits.nonzero()[:, 0])
+            for side, own, part in zip(layer, x, header, strict=True)
+        )
+        return _encoded(layer, header, (key, value), address)
     if native_for(torch.float32, x[0].device) is None:
         key, value = (project(*of) for of in zip(layer, x, (part.bits for part in header), strict=True))
         return encode(layer, header, (key, value), address)
@@ -114,6 +137,19 @@ def decode(
     split = torch.split(codes, [len(header.key.bits), len(header.value.bits)], 1)
     keys, values = (_numbers(side, part, of).to(dtype) for side, part, of in zip(layer, header, split, strict=True))
     return keys, values
+
+
+def _encoded(layer: Sides, header: LayerHeader, z: tuple[Tensor, Tensor], address: PageAddress) -> Tensor:
+    """Return the pages of numbers of all dimensions, or of those that have bits, by the kernels of a GPU."""
+    kernels, (first, _) = gpu_for(torch.float32, z[0].device), z
+    assert kernels is not None, "the caller has asked"
+    words = [int(part.bits.sum()) for part in header]
+    planes = torch.empty((len(first) // TOKENS, sum(words)), dtype=torch.int32, device=first.device)
+    for side, part, numbers, before in zip(layer, header, z, (0, words[0]), strict=True):
+        cuts = torch.cat([torch.cat([cuts_of(levels), levels[-1:]]) for levels in side.levels])[None]
+        coded = CodedDimensions(part.mean.contiguous(), part.scale.contiguous(), part.bits.contiguous(), cuts)
+        kernels.encode_planes(numbers, coded, planes, before)
+    return seal_pages(planes, address)
 
 
 def _coded(side: SideTransform, header: SideHeader) -> CodedDimensions:

@@ -71,6 +71,18 @@ def pack_pages(codes: Tensor, bits: Tensor, address: PageAddress) -> Tensor:
         bytes_of = set_bits.view(len(tokens), 4, 8, -1) * _weights(codes.device)
         packed = bytes_of.sum(2, dtype=torch.uint8).transpose(1, 2)  # (P, planes, 4)
         pages[begin : begin + len(tokens), HEADER:] = packed.reshape(len(tokens), -1).cpu().numpy()
+    return _sealed(pages, address)
+
+
+def seal_pages(planes: Tensor, address: PageAddress) -> Tensor:
+    """Return pages as bytes, see `pack_pages`; planes: (P, planes) int32, bit t that of token t, on any device."""
+    content = planes.cpu().contiguous().view(torch.uint8).numpy()
+    return _sealed(np.concatenate([np.zeros((len(content), HEADER), dtype=np.uint8), content], 1), address)
+
+
+def _sealed(pages: npt.NDArray[np.uint8], address: PageAddress) -> Tensor:
+    """Write the headers of pages (P, bytes), and return them."""
+    n_pages = len(pages)
     header = pages[:, :HEADER].copy().view(_HEADER_TYPE)[:, 0]
     header["unit"], header["layer"], header["count"] = address.unit, address.layer, TOKENS
     header["page"] = np.arange(address.first, address.first + n_pages)

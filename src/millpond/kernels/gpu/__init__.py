@@ -20,7 +20,7 @@ from millpond.kernels.gpu.decode import decode, decode_rows, decode_shared
 from millpond.kernels.gpu.pages import read, read_scores, write
 from millpond.kernels.gpu.prefill import prefill
 from millpond.kernels.gpu.selection import best_columns, move_entries, shared_counts
-from millpond.kernels.gpu.transform import decode_pages
+from millpond.kernels.gpu.transform import decode_pages, encode_planes, project
 from millpond.kernels.gpu.window import window_signal, window_sums
 from millpond.kernels.gpu.write_packed import write_packed
 from millpond.kernels.merge.reference import merge_slots
@@ -35,10 +35,12 @@ __all__ = [
     "decode_pages",
     "decode_rows",
     "decode_shared",
+    "encode_planes",
     "merge_slots",
     "move_entries",
     "newest_alike",
     "prefill",
+    "project",
     "read",
     "read_packed",
     "read_scores",
