@@ -47,14 +47,14 @@ class QueryBuffer:
     def remember(
         self, sequence: int, q: Tensor, q_pos: Tensor, span: tuple[int, int], rotary: RotaryEmbedding | None
     ) -> None:
-        """Add queries (Hq, Q, key_dim) at ascending positions (Q,), across chunks and planned steps.
+        """Add queries at ascending positions, across chunks and planned steps.
 
         Nothing waits for the device, unless positions are left out of a span that begins among the sinks.
 
         Args:
             sequence: Sequence of the queries.
-            q: Queries.
-            q_pos: Their positions.
+            q: Queries (Hq, Q, key_dim).
+            q_pos: Positions (Q,) of the queries.
             span: The first of the positions, and the one after the last.
             rotary: How the layer has rotated the queries; None if it has not.
         """
