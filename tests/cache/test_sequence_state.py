@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.state.sequence_state import QueryBuffer
 from millpond.cache.types import PerSequence
 from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
@@ -69,3 +72,73 @@ def test_a_fork_goes_back(case: str) -> None:
     assert any(a is not b for (_, a), (_, b) in zip(before, remembered(cache), strict=True))
     cache.restore(state)
     assert all(a is b for (_, a), (_, b) in zip(before, remembered(cache), strict=True))
+
+
+class Waits(TorchDispatchMode):
+    """Refuses to read a number."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def buffer_of(method: str, **options: Any) -> QueryBuffer:
+    return QueryBuffer(METHODS.get(method)(**options))
+
+
+QUERIES = torch.randn(2, 30, 8, generator=torch.Generator().manual_seed(5))
+
+
+def remember(buffer: QueryBuffer, *spans: tuple[int, int]) -> None:
+    for begin, end in spans:
+        at = torch.arange(begin, end, dtype=torch.int32)
+        buffer.remember(0, QUERIES[:, begin:end], at, (begin, end), None)
+
+
+@pytest.mark.parametrize("sizes", [[30], [10, 18, 2], [1, 1, 28], [25, 3, 1, 1], [1] * 30])
+def test_the_last_queries_of_chunks_are_those_of_the_text(sizes: list[int]) -> None:
+    buffer, ends = buffer_of("snapkv", window=4, kernel=3), np.cumsum(sizes).tolist()
+    with Waits():
+        remember(buffer, *zip([0, *ends], ends, strict=False))
+    q, q_pos = buffer.last(0)
+    assert torch.equal(q, QUERIES[:, -4:])
+    assert q_pos.tolist() == [26, 27, 28, 29]
+
+
+def test_queries_that_do_not_follow_begin_anew() -> None:
+    buffer = buffer_of("snapkv", window=4, kernel=3)
+    remember(buffer, (0, 20), (22, 24))
+    assert buffer.last(0)[1].tolist() == [22, 23]
+
+
+def test_remembered_queries_go_on_in_other_buffers() -> None:
+    first = buffer_of("snapkv", window=4, kernel=3)
+    remember(first, (0, 20))
+    adopted, copied, joined = buffer_of("snapkv", window=4, kernel=3), first.copy([0]), first.copy([])
+    adopted.adopt(0, first.last(0))
+    joined.join(first, 0)
+    for other in (adopted, copied, joined):
+        remember(other, (20, 22))
+        assert other.last(0)[1].tolist() == [18, 19, 20, 21]
+        assert torch.equal(other.last(0)[0], QUERIES[:, 18:22])
+    assert first.last(0)[1].tolist() == [16, 17, 18, 19]
+
+
+@pytest.mark.parametrize("sizes", [[30], [1, 1, 28], [6, 24], [3, 4, 23]])
+def test_sums_of_chunks_leave_out_the_sinks(sizes: list[int]) -> None:
+    buffer, ends = buffer_of("expected_attention", sinks=4), np.cumsum(sizes).tolist()
+    with Waits():
+        remember(buffer, *zip([0, *ends], ends, strict=False))
+    moments = buffer.moments(0)
+    assert moments is not None
+    assert moments.count == 26
+    torch.testing.assert_close(moments.total, QUERIES[:, 4:].sum(1).double(), rtol=1e-5, atol=1e-5)
+
+
+def test_sums_of_some_queries_of_a_span_leave_out_the_sinks() -> None:
+    buffer = buffer_of("expected_attention", sinks=4)
+    rows = torch.tensor([1, 3, 4, 9])
+    buffer.remember(0, QUERIES[:, rows], rows.int(), (1, 10), None)
+    moments = buffer.moments(0)
+    assert moments is not None
+    torch.testing.assert_close(moments.total, QUERIES[:, [4, 9]].sum(1).double(), rtol=1e-5, atol=1e-5)

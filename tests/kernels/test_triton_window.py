@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -61,7 +61,7 @@ def paged(
     width, n = max(*lens, 1), len(lens)
     table, n_arenas = random_table(n, -(-width // slots), g)
     pages = new_pool(dtype, key_dim, 8, slots, n_arenas, masses)
-    positions = ints(torch.stack([torch.randperm(100, generator=g)[:width] for _ in lens]))
+    positions = ints(torch.stack([torch.randperm(250, generator=g)[:width] // 2 for _ in lens]))
     index = torch.arange(width, dtype=torch.int32, device=DEVICE).expand(n, width)
     rows = normal(g, n, width, key_dim), normal(g, n, width, 8), positions, normal(g, n, width)
     log_masses = torch.rand(n, width, generator=g).to(DEVICE) * 3 if masses else None
@@ -70,6 +70,23 @@ def paged(
     settings = AttentionShape(0.3, sink_logits=normal(g, n * group) if has_sink else None, **shape)
     q_pos = ints(torch.arange(n_queries) + 70)
     return PagedWindowArgs(q, q_pos, PageRegions(pages, table, ints(lens)), width + seed % 3, settings, how)
+
+
+#: Of `paged`, so that every part of the kernels has something to do.
+ALL_AT_ONCE: dict[str, Any] = {
+    "dtype": torch.float32,
+    "lens": (40, 0, 75, 9),
+    "group": 3,
+    "n_queries": 20,
+    "key_dim": 24,
+    "slots": 16,
+    "masses": True,
+    "has_sink": True,
+    "how": Reduce.MAX,
+    "window": 40,
+    "softcap": 2.0,
+    "seed": 1,
+}
 
 
 @quick
@@ -87,12 +104,19 @@ def paged(
     softcap=st.sampled_from([0.0, 2.0]),
     seed=seeds,
 )
+@example(**ALL_AT_ONCE)
+@example(**ALL_AT_ONCE | {"how": Reduce.MEAN, "masses": False, "group": 7, "key_dim": 80, "dtype": torch.bfloat16})
+@example(**ALL_AT_ONCE | {"how": Reduce.SUM, "has_sink": False, "slots": 128, "dtype": torch.float16, "window": 0})
+@example(**ALL_AT_ONCE | {"n_queries": 64, "group": 1, "slots": 4, "softcap": 0.0, "lens": (1, 200)})
 def test_pages_are_read_where_they_are(**options: Any) -> None:
     args = paged(**options)
     found, width = gpu.window_sums(args), args.width
     torch.testing.assert_close(found, reference.window_sums(args), **SUMS)
-    entries = reference.read(args.regions, width)
-    torch.testing.assert_close(found, gpu.window_signal(args.over(entries)), **SUMS)
+    entries = args.over(reference.read(args.regions, width))
+    torch.testing.assert_close(found, gpu.window_signal(entries), **SUMS)
+    lse = torch.rand(entries.q.shape[:2], generator=torch.Generator().manual_seed(3)).to(DEVICE) * 4 + 2
+    known = replace(entries, lse=lse)
+    torch.testing.assert_close(gpu.window_signal(known), reference.window_signal(known), **SUMS)
     assert torch.equal(found, gpu.window_sums(args))
     assert not found[torch.arange(width, device=DEVICE) >= args.regions.lens[:, None]].any()
 

@@ -107,10 +107,11 @@ class OpSet(Protocol):
         ...
 
     def window_sums(self, args: PagedWindowArgs) -> Tensor:
-        """Return (R, width) float32: `window_signal` of many regions at once, whose entries are in pages.
+        """Return (R, width) float32: `window_signal` of many regions at once.
 
-        Column j is slot j of a region, 0 where it has no entry. The results are those of `window_signal` over the same
-        entries, but for the order of sums. On a GPU the pages are read where they are; nothing waits for the device.
+        Their entries are in pages. Column j is slot j of a region, 0 where it has no entry. The results are those of
+        `window_signal` over the same entries, but for the order of sums. On a GPU the pages are read where they are;
+        nothing waits for the device.
         """
         ...
 

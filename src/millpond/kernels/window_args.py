@@ -13,7 +13,9 @@ from millpond.kernels.decode_rules import Reduce
 
 @dataclass(frozen=True, slots=True)
 class PagedWindowArgs(OfQueries):
-    """A few queries w of one sequence in each of R regions, such as all KV heads of several layers.
+    """A few queries w of one sequence in each of R regions.
+
+    The regions are, for instance, those of all KV heads of several layers.
 
     Attributes:
         q: (R, group, w, key_dim), the queries of the heads that read each region.

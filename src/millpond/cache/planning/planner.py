@@ -171,7 +171,7 @@ class Planner:
                 their budget are evicted, and the plan of the whole is still to come. 0 if no chunk ends.
         """
         sequence, q, q_pos, seen, entries, _ = chunk
-        self._sequence_state.queries.remember(sequence, q, q_pos, self._attention.rotary)
+        self._sequence_state.queries.remember(sequence, q, q_pos, (seen - len(q_pos), seen), self._attention.rotary)
         if self._sequence_state.head_rules is not None:
             self._sequence_state.head_rules.remember(sequence, q, lse, q_pos)
         if sums is not None:
@@ -208,8 +208,9 @@ class Planner:
             v: Values (Hkv, Q, value_dim).
             positions: Positions (Q,) of keys and values.
         """
-        if len(q_pos):
-            self._sequence_state.queries.remember(0, q, q_pos, self._attention.rotary)
+        if len(q_pos) and (self._policy.window or self._policy.sums_queries):
+            span = int(q_pos[0]), int(q_pos[-1]) + 1
+            self._sequence_state.queries.remember(0, q, q_pos, span, self._attention.rotary)
         if not self._policy.keeps_all or self._attention.shape.window:
             if 0 not in self._sequence_state.pending:
                 self._sequence_state.turns[0] = int(positions[0])
@@ -271,7 +272,8 @@ class Planner:
         merger = None if self._attention.shape.window else self._merger  # it knows nothing of what a window hides
         if merger.looks_back if merger is not None else self._policy.window > 0 or self._policy.sums_queries:
             for s in np.flatnonzero(active).tolist():
-                self._sequence_state.queries.remember(s, q[s, :, None], q_pos[s : s + 1], self._attention.rotary)
+                span = int(positions[s]), int(positions[s]) + 1
+                self._sequence_state.queries.remember(s, q[s, :, None], q_pos[s : s + 1], span, self._attention.rotary)
         capacities = table.budgets().astype(np.int64)
         due = active & (table.budgeted() - capacities >= self._together(table)).any(1)
         if merger is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,14 @@ from millpond.prompt_marks import Span
 BLOCK = 256
 
 
+class LastQueries(NamedTuple):
+    """Last queries of a sequence."""
+
+    q: Tensor  #: (Hq, w, key_dim)
+    q_pos: Tensor  #: (w,) int32
+    end: int  #: position after the last of them
+
+
 class QueryBuffer:
     """Last queries of each sequence or sums over all; empty if the score needs neither.
 
@@ -33,27 +41,43 @@ class QueryBuffer:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._last: PerSequence[tuple[Tensor, Tensor]] = PerSequence()
+        self._last: PerSequence[LastQueries] = PerSequence()
         self._moments: PerSequence[QueryMoments] = PerSequence()
 
-    def remember(self, sequence: int, q: Tensor, q_pos: Tensor, rotary: RotaryEmbedding | None) -> None:
-        """Add queries (Hq, Q, key_dim) at positions (Q,), across chunks and planned steps.
+    def remember(
+        self, sequence: int, q: Tensor, q_pos: Tensor, span: tuple[int, int], rotary: RotaryEmbedding | None
+    ) -> None:
+        """Add queries at ascending positions, across chunks and planned steps.
 
-        `rotary` is how the layer has rotated them; None if it has not.
+        Nothing waits for the device, unless positions are left out of a span that begins among the sinks.
+
+        Args:
+            sequence: Sequence of the queries.
+            q: Queries (Hq, Q, key_dim).
+            q_pos: Positions (Q,) of the queries.
+            span: The first of the positions, and the one after the last.
+            rotary: How the layer has rotated the queries; None if it has not.
         """
         if self._policy.sums_queries:
-            self._sum(sequence, q, q_pos, rotary)
+            self._sum(sequence, q, q_pos, span, rotary)
         window = self._policy.window
         if not window:
             return
-        old = self._last.get(sequence)
-        if old is not None and int(old[1][-1]) + 1 == int(q_pos[0]):
-            q, q_pos = torch.cat([old[0], q], 1), torch.cat([old[1], q_pos])
-        self._last[sequence] = (q[:, -window:].clone(), q_pos[-window:].clone())
+        old, missing = self._last.get(sequence), window - len(q_pos)
+        if missing > 0 and old is not None and old.end == span[0]:
+            last = torch.cat([old.q[:, -missing:], q], 1), torch.cat([old.q_pos[-missing:], q_pos])
+        else:
+            last = q[:, -window:].clone(), q_pos[-window:].clone()
+        self._last[sequence] = LastQueries(*last, span[1])
 
-    def _sum(self, sequence: int, q: Tensor, q_pos: Tensor, rotary: RotaryEmbedding | None) -> None:
+    def _sum(
+        self, sequence: int, q: Tensor, q_pos: Tensor, span: tuple[int, int], rotary: RotaryEmbedding | None
+    ) -> None:
         """Add queries to the moments of their sequence, without those of the sinks."""
-        first = int((q_pos < self._policy.protect.sinks).sum())
+        n_sinks = max(self._policy.protect.sinks - span[0], 0)
+        if n_sinks and span[1] - span[0] > len(q_pos):
+            n_sinks = int((q_pos < self._policy.protect.sinks).sum())
+        first = min(n_sinks, len(q_pos))
         moments = self._moments.get(sequence) or QueryMoments.of(q[:, :0])
         for start in range(first, len(q_pos), BLOCK):
             part = q[:, start : start + BLOCK]
@@ -64,7 +88,8 @@ class QueryBuffer:
 
     def last(self, sequence: int) -> tuple[Tensor, Tensor]:
         """Return the last queries (Hq, w, key_dim) of a sequence and their positions (w,)."""
-        return self._last[sequence]
+        q, q_pos, _ = self._last[sequence]
+        return q, q_pos
 
     def moments(self, sequence: int) -> QueryMoments | None:
         """Return sums over the queries of a sequence so far; None if nothing was summed."""
@@ -75,7 +100,8 @@ class QueryBuffer:
         if isinstance(queries, QueryMoments):
             self._moments[sequence] = queries
         else:
-            self._last[sequence] = queries
+            q, q_pos = queries
+            self._last[sequence] = LastQueries(q, q_pos, int(q_pos[-1]) + 1)
 
     def copy(self, sequences: list[int] | None = None) -> QueryBuffer:
         """Return an independent copy of the given sequences in this order, or of all."""

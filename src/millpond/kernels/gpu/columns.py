@@ -38,9 +38,10 @@ def load_columns(
     LOG_PAGES: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """Return keys (K, BLOCK), positions and log masses in base 2 of columns first .. first + BLOCK - 1 of region r.
+    """Return keys (K, BLOCK), positions and log masses in base 2 of a block of columns.
 
-    Columns from n on have no entry: position -1. `first` is less than n.
+    They are first .. first + BLOCK - 1 of region r. Columns from n on have no entry: position -1. `first` is less than
+    n.
     """
     column = first + tl.arange(0, BLOCK)
     ok = column < n
@@ -71,10 +72,11 @@ def load_columns(
 
 @triton.jit
 def add_weights(tile, total, x, norm, g, GROUP: tl.constexpr, REDUCE: tl.constexpr):
-    """Add the shares of rows of query head g of a group to the state of a sum, tile (ROWS, BLOCK) and total (BLOCK,).
+    """Add the shares of rows of query head g of a group to the state of a sum.
 
-    Their logits are x (ROWS, BLOCK), -inf where hidden, and the logs of their denominators norm (ROWS,), both in base
-    2. For a maximum the heads of a group come one after another with the same rows.
+    That is tile (ROWS, BLOCK) and total (BLOCK,). The logits are x (ROWS, BLOCK), -inf where hidden, and the logs of
+    the denominators norm (ROWS,), both in base 2. For a maximum the heads of a group come one after another with the
+    same rows.
     """
     p = tl.where(x == -INF, 0.0, tl.exp2(x - norm[:, None]))
     if REDUCE == REDUCE_MAX:

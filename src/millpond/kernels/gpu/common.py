@@ -121,9 +121,9 @@ def seen_logits(
     HAS_WINDOW: tl.constexpr,
     HAS_MASSES: tl.constexpr,
 ):
-    """Return logits (ROWS, BLOCK) in base 2 of rows q_tile (ROWS, K) and columns k_tile (K, BLOCK).
+    """Return logits (ROWS, BLOCK) in base 2, -inf where a row does not see a column.
 
-    -inf where a row does not see a column. bias (BLOCK,): log masses in base 2.
+    They are of rows q_tile (ROWS, K) and columns k_tile (K, BLOCK). bias (BLOCK,): log masses in base 2.
     """
     x = logit2(tl.dot(q_tile, k_tile, input_precision="ieee"), scale, softcap, HAS_CAP)
     if HAS_MASSES:

@@ -45,7 +45,10 @@ MOST_SPLITS = 32
 def load_rows(
     q, q_h, q_n, q_pos, n_queries, r, row, inside, d, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, DOT: tl.constexpr
 ):
-    """Return queries (ROWS, K) of region r and their positions; row = head in the group * n_queries + query."""
+    """Return queries (ROWS, K) of region r and their positions.
+
+    row = head in the group * n_queries + query.
+    """
     head = r * GROUP + row // n_queries
     query = row % n_queries
     at = head * q_h + query.to(tl.int64) * q_n
@@ -94,7 +97,10 @@ def window_parts(
     LOG_PAGES: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """Maximum and sum of the softmax of ROWS query rows of a region over one of SPLITS parts of its columns."""
+    """Maximum and sum of the softmax of ROWS query rows over a part of the columns.
+
+    The columns of a region are in SPLITS parts.
+    """
     split = tl.program_id(0) % SPLITS
     row = tl.program_id(0) // SPLITS * ROWS + tl.arange(0, ROWS)
     r = tl.program_id(1).to(tl.int64)
