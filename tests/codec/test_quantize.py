@@ -273,6 +273,49 @@ def test_the_first_codes_of_a_short_head_lie_beside_older_ones_of_another(codec:
     assert [sorted(head) for head in positions(cache)] == [[*range(600)], [*range(290, 600)]]
 
 
+@pytest.mark.parametrize("codec", ["int4", "flexgen4", "think", "int8:40,int4"])
+@pytest.mark.parametrize("turn", ["fresh", "fresh, all alike", "later"])
+def test_what_the_host_counts_becomes_what_masks_choose(codec: str, turn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same codes of the same entries, with counts of the host, with those of the device, and by masks."""
+
+    def by_masks(table: Any, part: Any, sequence: int, entries: Any, keep: Any, counts: Any, *, seal: bool) -> None:
+        here = entries.positions >= 0
+        if not entries.n_quantized:
+            part.forget(sequence)
+        quantize._replace_some(table, part, sequence, entries, here, here if keep is None else keep, seal=seal)
+
+    found, qkv = [], tokens(400)
+    for way in ("host", "device", "masks"):
+        cache = make(codec)
+        feed(cache, qkv, 0, 300)
+        table = cache.table
+        assert table is not None
+        entries = read_write.read(table, 0)
+        order, keep = torch.randperm(entries.positions.shape[1], generator=torch.Generator().manual_seed(1)), None
+        if turn == "later":
+            new = torch.arange(300, 400, dtype=torch.int32)
+            entries = read_write.join(entries, *(t[0, :, 300:].bfloat16().float() for t in qkv[1:]), new)
+        else:  # as after a merge, in any order
+            entries = entries._replace(n_quantized=0, **{t: getattr(entries, t)[:, order] for t in entries._fields[:4]})
+            keep = (entries.positions >= 0) & (entries.positions % 7 > 0)
+            keep[1] &= (entries.positions[1] % 5 > 0) | (turn != "fresh")
+        kept = entries.positions >= 0 if keep is None else keep
+        with monkeypatch.context() as patch:
+            if way == "masks":
+                patch.setattr(quantize, "_replace_plain", by_masks)
+            counts = kept.sum(1).numpy() if way == "host" else None
+            quantize.replace(table, 0, entries, keep, seal=True, counts=counts)
+        for part in table.packed_parts:
+            part.pool.check_integrity([part.held()])
+        assert table.packed_parts[0].lens.all()
+        read = read_write.in_order(read_write.read(table, 0))[:4]
+        found.append((table.lengths().tolist(), [part.lens.tolist() for part in table.packed_parts], read))
+    for lengths, lens, read in found[1:]:
+        assert (lengths, lens) == found[0][:2]
+        for mine, other in zip(read, found[0][2], strict=True):
+            assert torch.equal(mine, other)
+
+
 @pytest.mark.parametrize("codec", ["int4", "kivi2", "fp8"])
 def test_a_later_plan_leaves_codes_alone(codec: str) -> None:
     """What a second turn keeps of the quantized entries is what it was, unless its page had mostly died."""

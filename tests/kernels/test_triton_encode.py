@@ -154,9 +154,15 @@ def test_keys_less_the_mean_of_their_page(format: Format) -> None:
 
 
 @pytest.mark.parametrize("format", [Format.INT2, Format.INT3, Format.INT4, Format.INT8])
-def test_runs_that_begin_and_end_inside_a_word(format: Format) -> None:
-    """Codes of other slots in the same words stay."""
-    assert_same_bytes(Written(side(format), side(format, False, 16), begin=3, counts=(5, 1, 0, 4)))
+@pytest.mark.parametrize("on_host", [True, False])
+def test_runs_that_begin_and_end_inside_a_word(format: Format, on_host: bool) -> None:
+    """Codes of other slots in the same words stay; 39 slots from slot 26 on are in three groups of 32."""
+    case = Written(side(format), side(format, False, 16), begin=2, counts=(3, 1, 0, 2), on_host=on_host)
+    assert_same_bytes(case)
+
+
+def test_numbers_half_way_between_two_bfloat16() -> None:
+    assert_same_bytes(Written(side(Format.ROWS), side(Format.ROWS), levels=256))
 
 
 def test_groups_that_are_no_power_of_two() -> None:
