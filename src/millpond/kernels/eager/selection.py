@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from millpond.kernels.args import EntryRows, PageRegions
+from millpond.kernels.args import EntryRows, PaddedEntries, PageRegions
 from millpond.kernels.eager.pages import read, write
 from millpond.kernels.selection_args import Best, BestArgs, MoveArgs, ShareArgs
+
+#: `OpSet.read` and `OpSet.write`.
+Read = Callable[[PageRegions, int], PaddedEntries]
+Write = Callable[[PageRegions, EntryRows], None]
 
 #: Bits of a priority below its value: which entry it is.
 _ENTRY_BITS = 31
 #: Bytes of keys and values that `move_entries` copies at a time.
-MOVED_TOGETHER = 1 << 26
+MOVED_TOGETHER = 1 << 23
 
 
 def priority(value: Tensor, valid: Tensor | None, pinned: Tensor) -> Tensor:
@@ -79,6 +85,11 @@ def shared_counts(args: ShareArgs) -> Tensor:
 
 
 def move_entries(args: MoveArgs) -> None:
+    move_by(args, read, write)
+
+
+def move_by(args: MoveArgs, read: Read, write: Write) -> None:
+    """Move entries by reading all of some regions, and writing those that stay."""
     source, target, columns, counts = args.source, args.target, args.columns, args.counts
     width = int(source.lens.max()) if len(source.lens) else 0
     pages = source.pages

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 
 from millpond.kernels.eager.pages import read_scores
-from millpond.kernels.eager.selection import best_columns, move_entries, shared_counts
+from millpond.kernels.eager.selection import best_columns, shared_counts
 from millpond.kernels.native import library
 from millpond.kernels.native.abi import attend, decode_rows, decode_shared, window_signal
 from millpond.kernels.native.block_sums import block_sums
@@ -36,6 +36,7 @@ from millpond.kernels.native.ops import (
     linear,
     mean_rows,
     merge_slots,
+    move_entries,
     nearest,
     newest_alike,
     prefill,

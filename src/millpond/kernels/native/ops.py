@@ -22,6 +22,8 @@ from millpond.kernels.args import (
     PrefillOutput,
 )
 from millpond.kernels.decode_rules import Reduce
+from millpond.kernels.eager.attention import READ_TOGETHER
+from millpond.kernels.eager.selection import move_by
 from millpond.kernels.native import abi, decoder_rows
 from millpond.kernels.native.pages import regions_struct
 from millpond.kernels.native.structs import (
@@ -34,6 +36,7 @@ from millpond.kernels.native.structs import (
     readable_rows,
     run,
 )
+from millpond.kernels.selection_args import MoveArgs
 from millpond.kernels.thread_count import thread_count
 from millpond.kernels.window_args import PagedWindowArgs
 
@@ -152,8 +155,13 @@ def read(regions: PageRegions, width: int) -> PaddedEntries:
     return padded if pages.masses else padded._replace(log_masses=None)
 
 
+def move_entries(args: MoveArgs) -> None:
+    move_by(args, read, write)
+
+
 def window_sums(args: PagedWindowArgs) -> Tensor:
-    return abi.window_signal(args.over(read(args.regions, args.width)))
+    sums = [abi.window_signal(part.over(read(part.regions, args.width))) for part in args.parts(READ_TOGETHER)]
+    return torch.cat(sums) if sums else args.q.new_zeros(0, args.width, dtype=torch.float32)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
