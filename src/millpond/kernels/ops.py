@@ -132,7 +132,10 @@ class OpSet(Protocol):
         ...
 
     def read_scores(self, regions: PageRegions, width: int) -> Tensor:
-        """Return the scores in slots of plain pages, (R, width) float32, 0 without an entry; width: see `read`."""
+        """Return the scores in slots of plain pages, (R, width) float32.
+
+        They are 0 without an entry. width: see `read`.
+        """
         ...
 
     def write_packed(self, regions: PackedRegions, rows: EntryRows) -> None:
@@ -169,15 +172,19 @@ class OpSet(Protocol):
         ...
 
     def shared_counts(self, args: ShareArgs) -> Tensor:
-        """Return (L, H) int32: how many entries the heads of layers keep that compete (Ada-KV, arXiv:2407.11550).
+        """Return (L, H) int32: how many entries the heads of layers keep that compete.
 
-        Every head keeps its best `least`, pinned ones first; what is left of `total` goes to the highest values of all
-        heads together. Of equal values the first heads keep theirs, the newest first.
+        The rule is that of Ada-KV (arXiv:2407.11550). Every head keeps its best `least`, pinned ones first; what is
+        left of `total` goes to the highest values of all heads together. Of equal values the first heads keep theirs,
+        the newest first.
         """
         ...
 
     def move_entries(self, args: MoveArgs) -> None:
-        """Copy entries of regions to the first slots of their pages, or of others, with all that is stored of them."""
+        """Copy entries of regions to the first slots of their pages, or of others.
+
+        All that is stored of them goes along.
+        """
         ...
 
     def admit(self, args: HeadRuleArgs) -> bool:

@@ -48,7 +48,7 @@ class Best(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShareArgs(_OfValues):
-    """Entries of L layers in the order of their positions, whose heads compete for a number of them.
+    """Entries of L layers, by position, whose heads compete for a number of them.
 
     Attributes:
         value: (L, H, N) float32, higher is kept; every column has an entry.

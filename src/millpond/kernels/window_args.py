@@ -53,7 +53,10 @@ class PagedWindowArgs(OfQueries):
             )
 
     def parts(self, n_bytes: int) -> Iterator[PagedWindowArgs]:
-        """Yield the same of some regions at a time, whose keys and values are `n_bytes` at most, or of one region."""
+        """Yield the same of some regions at a time.
+
+        Their keys and values are `n_bytes` at most, or those of one region.
+        """
         (pages, table, lens), sinks = self.regions.parts, self.shape.sink_logits
         row_bytes = self.width * (pages.key_dim + pages.value_dim) * pages.dtype.itemsize
         together, group = max(n_bytes // max(row_bytes, 1), 1), self.q.shape[1]

@@ -489,7 +489,7 @@ class Policy:
         return self.merge.merge(view, keep, value, self.layer_seed(view.layer))
 
     def value(self, view: View, n_layers: int = 1) -> Tensor:
-        """Return (n_layers * H, N) the value of each entry of a view of `n_layers` layers, higher is kept."""
+        """Return (n_layers * H, N) the value of each entry of a view, higher is kept."""
         assert self.score is not None, "a policy that keeps everything makes no plan"
         value = self.score.score(view, self.layer_seed(view.layer))
         if not self.shared:

@@ -105,9 +105,9 @@ class Protect:
         return fitting
 
     def spans(self, view: View, budget: int, turn: int = 0) -> list[tuple[int, int]]:
-        """Return [begin, end) of protected positions, and of the newest `turn` if `keeps_short_turn`.
+        """Return [begin, end) of protected positions.
 
-        They may overlap, or begin before 0.
+        The newest `turn` is among them if `keeps_short_turn`. Spans may overlap, or begin before 0.
         """
         count = self.newest(budget)
         if self.keeps_short_turn(turn, budget):

@@ -55,10 +55,10 @@ class View:
         attention_rows: Attention of each of the last queries, see `window_rows`; None if no queries are kept.
         log_masses: (H, N) float32, the log of how many entries each one stands for; None if each is one.
         memory: State of the last merge of this sequence for the next; None for nothing.
-        complete: Whether the host knows that every column has an entry.
         fair: Spans that keep a share of the budget; None for none.
         prompts: [begin, end) of the first prompt and of each later turn, oldest first, for a policy that protects them.
         repeated_rows: Attention of queries that repeated the prompt, see `rows_of_repetition`; None if none are kept.
+        complete: Whether the host knows that every column has an entry.
     """
 
     positions: Tensor
@@ -79,10 +79,10 @@ class View:
     attention_rows: Callable[[int], Tensor] | None = None
     log_masses: Tensor | None = None
     memory: Tensor | None = None
-    complete: bool = False
     fair: FairSpans | None = None
     prompts: tuple[tuple[int, int], ...] = ()
     repeated_rows: Callable[[int], Tensor] | None = None
+    complete: bool = False
 
     @property
     def keys(self) -> Tensor:

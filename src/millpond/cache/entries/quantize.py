@@ -174,7 +174,10 @@ def _replace_plain(
 def hold_columns(
     table: PageTable, sequence: int, entries: Entries, columns: Tensor, counts: Ints, *, seal: bool
 ) -> None:
-    """Do what `replace` does of `complete` candidates: keep the first counts (H,) of columns (H, n), ascending."""
+    """Do what `replace` does of `complete` candidates.
+
+    Kept are the first counts (H,) of columns (H, n), which ascend.
+    """
     quantized = table.quantized
     assert quantized is not None
     quantized.forget(sequence)
@@ -204,7 +207,10 @@ def split_columns(
 
 
 def _positions_at(columns: Tensor, counts: Ints) -> Tensor:
-    """Return the positions (H, n) of the first counts (H,) columns of `complete` candidates, -1 after them."""
+    """Return the positions (H, n) of columns (H, n) of `complete` candidates.
+
+    They are -1 after the first counts (H,) of each row.
+    """
     if (counts == columns.shape[1]).all():
         return columns
     there = torch.arange(columns.shape[1], device=columns.device) < on_device(counts, columns.device)[:, None]

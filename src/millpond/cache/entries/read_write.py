@@ -119,7 +119,10 @@ def replace(table: PageTable, sequence: int, entries: Entries, keep: Tensor, *, 
 def keep_columns(
     table: PageTable, sequence: int, entries: Entries, columns: Tensor, counts: Ints, *, last: bool = True
 ) -> None:
-    """Hold exactly the first counts (H,) of columns (H, n), ascending, of `complete` candidates, see `replace`."""
+    """Hold exactly the first counts (H,) of columns (H, n) of `complete` candidates.
+
+    The columns ascend. See `replace`.
+    """
     if table.quantized is None:
         write_fresh_pages(table, sequence, entries, columns, counts)
     else:

@@ -131,7 +131,10 @@ class JointPlan:
         return [into for table, into in zip(self._tables, targets, strict=False) if into is not table]
 
     def _targets(self, counts: Ints) -> list[PageTable] | None:
-        """Return the tables for plain entries, counts (L * H,), with their pages; None if there is no room."""
+        """Return the tables for plain entries, counts (L * H,), with their pages.
+
+        None if there is no room.
+        """
         rooms = [layer_cache.room() for layer_cache in self._layers]
         fresh, numbers = self._fresh(rooms), self._of_layers(counts)
         try:
@@ -212,7 +215,7 @@ def _padded(ids: npt.NDArray[np.int32], n: int) -> npt.NDArray[np.int32]:
 
 
 def run_plans(layer_caches: Iterable[LayerCache]) -> list[LayerCache]:
-    """Run the plans that wait for the end of the prompt in layers that can be planned together.
+    """Run the plans that wait for the end of the prompt, of layers that go together.
 
     Returns:
         The other layers, in order.

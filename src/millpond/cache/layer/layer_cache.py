@@ -131,17 +131,23 @@ class LayerCache(LayerStorage):
         return self.planner.views.moments(sequence)
 
     def wanted(self) -> Wanted | None:
-        """Return what the plan that waits for the end of the prompt asks, if it can be made with other layers'."""
+        """Return what the plan that waits for the end of the prompt asks.
+
+        None if it cannot be made with those of other layers.
+        """
         table = self._table
         return None if table is None or self.reconstruction is not None else self.planner.wanted(table)
 
     def room(self) -> PageTable:
-        """Return the table for what a plan keeps: the one with the entries, or an empty one in other pages."""
+        """Return the table for what a plan keeps.
+
+        It is the one with the entries, or an empty one in other pages.
+        """
         table = self._require_table()
         return self._prompt.room(table) or table
 
     def end_joint_plan(self, into: PageTable, wanted: Wanted, capacities: Counts | None) -> None:
-        """Hold what was moved to a table that `room` returned, as the plan that `wanted` asked ends."""
+        """End the plan that `wanted` asked: hold what was moved to a table of `room`."""
         table = self._require_table()
         self.planner.end_joint_plan(into, wanted, capacities)
         if into is not table:

@@ -276,7 +276,10 @@ class PromptPass:
         return out
 
     def _turn(self, sequence: int, first: int) -> int:
-        """Return the position at which the turn of new tokens begins, `first` that of the first of them."""
+        """Return the position at which the turn of new tokens begins.
+
+        first: position of the first of them.
+        """
         return self.sequence_state.turns[sequence] if sequence in self.sequence_state.pending else first
 
     def _attend_flagged(self, chunk: PromptChunk, flags: PromptFlags) -> tuple[Tensor, Tensor]:

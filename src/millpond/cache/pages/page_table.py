@@ -33,9 +33,9 @@ _LATER: ContextVar[dict[int, PageTable] | None] = ContextVar("_LATER", default=N
 
 @contextmanager
 def publish_together() -> Iterator[None]:
-    """Make what changes of any tables inside visible to kernels at the end, in one copy to their device.
+    """Make what changes of any tables inside visible to kernels at the end.
 
-    Until then kernels see the numbers from before, and a new table has none.
+    It goes to their device in one copy. Until then kernels see the numbers from before, and a new table has none.
     """
     mark = _LATER.set({})
     try:

@@ -372,9 +372,9 @@ class Planner:
         self.set_budget(table, sequence, budget, capacities)
 
     def wanted(self, table: PageTable) -> Wanted | None:
-        """Return what the plan that waits for the end of the only prompt asks, if it can be made with other layers'.
+        """Return what the plan that waits for the end of the only prompt asks.
 
-        None: it is made alone, by `run_deferred`.
+        None if it cannot be made with those of other layers: it is made alone, by `run_deferred`.
         """
         if table.n_seq > 1 or table.is_offloaded or type(self._attention) is not PagedAttention:
             return None
@@ -394,7 +394,7 @@ class Planner:
         return Wanted(self._attention.index, self.budget(table, 0, seen)) if self._selects(table, 0, seen) else None
 
     def joint_view(self, n_regions: int, signal: Tensor | None, device: torch.device) -> View:
-        """Return the view of all tokens of the only prompt, for the plans that `wanted` of several layers asks.
+        """Return the view of all tokens of the only prompt, for plans of several layers.
 
         Args:
             n_regions: KV heads of all layers.
@@ -412,7 +412,10 @@ class Planner:
             self._sequence_state.pending.clear()
 
     def _expect(self, check: ScoreCheck) -> None:
-        """Refuse NaN in the scores of a plan once that has reached the host, at the latest in the next plan or step."""
+        """Refuse NaN in the scores of a plan once that has reached the host.
+
+        That is in the next plan or step at the latest.
+        """
         self.settle()
         self._check = check
         if check.is_ready:

@@ -29,7 +29,7 @@ Ints = npt.NDArray[np.int32]
 
 
 def only_selects(policy: Policy) -> bool:
-    """Whether every plan of a policy is a choice of entries by their scores, as `select` makes it."""
+    """Whether every plan of a policy is a choice by scores, as `select` makes it."""
     if policy.score is None or policy.merge is not None or type(policy).plan is not Policy.plan:
         return False
     if policy.makes_room and not policy.gathers:  # entries are stored with their rank
@@ -39,7 +39,7 @@ def only_selects(policy: Policy) -> bool:
 
 
 class Wanted(NamedTuple):
-    """What a plan of one layer is asked for."""
+    """Budget of a plan of one layer."""
 
     layer: int  #: index of the layer
     budget: int  #: entries per KV head
@@ -89,7 +89,7 @@ class ScoreCheck:
 
 
 def select(policy: Policy, view: View, wanted: Sequence[Wanted]) -> Selection:
-    """Choose the entries that stay of several layers of a text, all of whose tokens every layer holds.
+    """Choose the entries that stay of layers that hold all tokens of a text.
 
     Args:
         policy: Policy of the layers, of which `only_selects` is true.
@@ -139,7 +139,10 @@ def select(policy: Policy, view: View, wanted: Sequence[Wanted]) -> Selection:
 def _upload(
     device: torch.device, spans: Sequence[Sequence[tuple[int, int]]], n_heads: int, numbers: Ints
 ) -> tuple[Tensor, Tensor]:
-    """Return spans as `BestArgs.pinned` takes them and other numbers (n,), on a device, in one copy."""
+    """Return spans as `BestArgs.pinned` takes them, and other numbers (n,), on a device.
+
+    They go there in one copy.
+    """
     most = max(len(of_layer) for of_layer in spans)
     pins = np.zeros((len(spans), most, 2), dtype=np.int32)
     for layer, of_layer in enumerate(spans):

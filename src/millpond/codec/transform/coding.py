@@ -140,7 +140,10 @@ def decode(
 
 
 def _encoded(layer: Sides, header: LayerHeader, z: tuple[Tensor, Tensor], address: PageAddress) -> Tensor:
-    """Return the pages of numbers of all dimensions, or of those that have bits, by the kernels of a GPU."""
+    """Return the pages of numbers, by the kernels of a GPU.
+
+    z: see `encode`; of all dimensions, or of those that have bits.
+    """
     kernels, (first, _) = gpu_for(torch.float32, z[0].device), z
     assert kernels is not None, "the caller has asked"
     words = [int(part.bits.sum()) for part in header]

@@ -75,7 +75,10 @@ def pack_pages(codes: Tensor, bits: Tensor, address: PageAddress) -> Tensor:
 
 
 def seal_pages(planes: Tensor, address: PageAddress) -> Tensor:
-    """Return pages as bytes, see `pack_pages`; planes: (P, planes) int32, bit t that of token t, on any device."""
+    """Return pages as bytes, see `pack_pages`.
+
+    planes: (P, planes) int32 on any device, bit t that of token t.
+    """
     content = planes.cpu().contiguous().view(torch.uint8).numpy()
     return _sealed(np.concatenate([np.zeros((len(content), HEADER), dtype=np.uint8), content], 1), address)
 

@@ -38,7 +38,7 @@ HIGHEST = tl.constexpr(0xFFFFFFFF)
 
 @triton.jit
 def _order_of(value, spans, n_spans, column):
-    """Return numbers (uint32) in the order in which entries stay: by value, pinned ones above all."""
+    """Return numbers (uint32) that order entries by value, pinned ones above all."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)
     signed = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     order = (signed ^ -0x80000000).to(tl.uint32, bitcast=True)
@@ -51,7 +51,7 @@ def _order_of(value, spans, n_spans, column):
 
 @triton.jit
 def _digits(row, spans, n_spans, n, prefix, known, shift, BLOCK: tl.constexpr):
-    """Return how many entries of a row that begin with `prefix` have each next digit, (16,) int32."""
+    """Return how many entries that begin with `prefix` have each next digit, (16,)."""
     digit = tl.arange(0, DIGITS)
     found = tl.zeros([DIGITS], tl.int32)
     for first in range(0, n, BLOCK):

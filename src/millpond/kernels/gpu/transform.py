@@ -197,7 +197,7 @@ TOKEN_BLOCK, ROW_BLOCK, STEP = 64, 64, 32
 
 @on_its_device
 def project(x: Tensor, mean: Tensor, matrix: Tensor, rows: Tensor) -> Tensor:
-    """Return some rows (n,) int64 of matrix (x - mean), (tokens, n) float32, for x (tokens, d).
+    """Return some rows (n,) of matrix (x - mean), (tokens, n) float32, for x (tokens, d).
 
     A product is fused with its sum, over the channels in their order.
     """

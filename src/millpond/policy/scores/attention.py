@@ -185,7 +185,7 @@ _BY_REGION = (AccumulatedAttention, LeastAttention, LastAttention, WindowAttenti
 
 
 def is_by_region(score: object) -> bool:
-    """Whether a score reads nothing of a view but `positions`, `signal` and `seen`, for each region alone."""
+    """Whether a score reads but `positions`, `signal` and `seen`, of each region alone."""
     return type(score) in _BY_REGION
 
 
