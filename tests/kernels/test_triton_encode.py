@@ -113,6 +113,7 @@ def written(draw: st.DrawFn) -> Written:
         key = replace(key, less_mean=shape == "mean", fixed=shape == "fixed")
     value = side(draw(formats), False, draw(st.sampled_from([0, 16])), symmetric)
     turned = key.per_channel and draw(st.booleans())
+    fewer = dim == 32 and (key.per_channel or not key.group) and not key.fixed and not turned  # channels of a key
     return Written(
         key,
         value,
@@ -123,7 +124,7 @@ def written(draw: st.DrawFn) -> Written:
         draw(st.sampled_from([0, 1])),
         draw(st.sampled_from(DTYPES)),
         draw(st.sampled_from([0, 1, 4])),
-        16 if dim == 32 and not key.fixed and not turned and draw(st.booleans()) else 0,
+        16 if fewer and draw(st.booleans()) else 0,
         not turned and draw(st.booleans()),
         draw(st.sampled_from([dim, 16])) if turned else 0,
         draw(st.booleans()),

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millpond.cache.entries.oldest import counts_of, n_codes, newest, oldest, split
 from millpond.cache.pages.aged_store import QuantizedPart
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.quantized_regions import Ints
@@ -16,7 +17,6 @@ from millpond.cache.pages.quantized_store import NewCodes, QuantizedStore
 from millpond.cache.pages.ref_counted_pool import PageIds, Pool
 from millpond.cache.state.span_marks import KeptSpans
 from millpond.cache.types import Entries, by_position
-from millpond.codec.spec import WHOLE, Codec
 from millpond.kernels import ops
 from millpond.kernels.args import EntryRows, PaddedEntries, joined
 from millpond.kernels.decode_rules import DecodeRule, eviction_value
@@ -24,15 +24,6 @@ from millpond.kernels.transfers import on_device
 
 #: Beyond all positions: what lies in the next tier already goes before what comes from above.
 FAR = 2**30
-
-
-def newest(codec: Codec, held: Ints) -> Ints:
-    """Return how many of the newest of `held` entries stay in the tiers before `codec`.
-
-    `held` has any shape. See `Codec.newest`.
-    """
-    n_newest: Ints = (codec.residual + held.astype(np.int64) * codec.share // WHOLE).astype(np.int32)
-    return n_newest
 
 
 def due(table: PageTable, upper: QuantizedStore, lower: QuantizedStore, more: Ints | int = 0) -> Ints:
@@ -149,9 +140,9 @@ def _replace_plain(
     *,
     seal: bool,
 ) -> None:
-    """Do what `replace` does where no quantized entry leaves: of the others the oldest ones are quantized.
+    """Do what `replace` does where no quantized entry leaves.
 
-    The host knows how many these are, so nothing is read from the device.
+    Of the others the oldest ones are quantized. The host knows how many these are, so nothing is read from the device.
     """
     n = entries.n_quantized
     if not n:
@@ -163,8 +154,8 @@ def _replace_plain(
     if counts is None:
         counts = (positions >= 0).sum(1).cpu().numpy() + held
     n_plain = counts - held
-    more = _n_codes(first, n_plain, counts) if seal else np.zeros_like(n_plain)
-    codes, plain = _split(by_position(positions), positions, n_plain, more, first.codec.sinks)
+    more = n_codes(first, n_plain, counts) if seal else np.zeros_like(n_plain)
+    codes, plain = split(by_position(positions), positions, n_plain, more, first.codec.sinks)
     if n:
         codes, plain = codes + n, plain + n
     scores = entries.scores[:, :n] if n else None
@@ -201,8 +192,8 @@ def split_columns(
     Returns:
         The columns of both, (R, n) int64, and how many they are of each row, (R,).
     """
-    more = _n_codes(quantized, counts, counts) if seal else np.zeros_like(counts)
-    both = _split(columns.long(), _positions_at(columns, counts), counts, more, quantized.codec.sinks)
+    more = n_codes(quantized, counts, counts) if seal else np.zeros_like(counts)
+    both = split(columns.long(), _positions_at(columns, counts), counts, more, quantized.codec.sinks)
     return both, (more, counts - more)
 
 
@@ -215,25 +206,6 @@ def _positions_at(columns: Tensor, counts: Ints) -> Tensor:
         return columns
     there = torch.arange(columns.shape[1], device=columns.device) < on_device(counts, columns.device)[:, None]
     return torch.where(there, columns, -1)
-
-
-def _split(order: Tensor, positions: Tensor, n_plain: Ints, more: Ints, sinks: int) -> tuple[Tensor, Tensor]:
-    """Return columns of the `more` (H,) oldest of n_plain (H,) entries, but for the sinks, and of the others.
-
-    order: columns (H, N) in the order of `positions` (H, N), -1 last.
-    """
-    width, most, rest = order.shape[1], int(more.max(initial=0)), int((n_plain - more).max(initial=0))
-    if not most:
-        return order[:, :0], order[:, :rest]
-    if not sinks and (more == most).all():
-        return order[:, :most], order[:, most : most + rest]
-    after = on_device(np.minimum(np.arange(rest) + more[:, None], width - 1).astype(np.int64), order.device)
-    if not sinks:
-        return order[:, :most], order.gather(1, after)
-    first = ((positions >= 0) & (positions < sinks)).sum(1, keepdim=True).clamp(max=sinks)
-    column = torch.arange(max(most, rest), device=order.device)
-    codes = order.gather(1, column[:most] + first)
-    return codes, order.gather(1, torch.where(column[:rest] < first, column[:rest], after))
 
 
 def _replace_some(
@@ -261,7 +233,7 @@ def _replace_some(
         column = torch.arange(width, device=plain.device)
         plain[:, :width] &= torch.from_numpy(emptied).to(plain.device)[:, column // first.slots]
         plain[:, width:n] = False  # what passed into a later tier stays there
-        codes = _oldest(first, entries.positions, plain, n_kept) if seal else torch.zeros_like(plain)
+        codes = oldest(first, entries.positions, plain, n_kept) if seal else torch.zeros_like(plain)
         plain &= ~codes
     _absorb(table, quantized, sequence, entries, codes, plain, kept, scores, emptied)
 
@@ -292,7 +264,7 @@ def _hold_tiers(table: PageTable, sequence: int, entries: Entries, keep: Tensor,
         plain[:, :above] = False
     chosen = [movable & ~keep, plain]
     orders = [by_position(torch.where(one, entries.positions, -1)) for one in chosen]
-    counts = _counts(chosen)
+    counts = counts_of(chosen)
     orders = [order[:, : int(count.max())] for order, count in zip(orders, counts, strict=True)]
     below, new = (
         NewCodes(count, order, PaddedEntries(*entries[:5])) for order, count in zip(orders, counts, strict=True)
@@ -352,7 +324,7 @@ def _quantize_oldest(table: PageTable, quantized: QuantizedStore, sequences: np.
         if sparse.any():
             entries = _behind(quantized.pages_of(rows, sparse), entries)
         here = entries.positions >= 0
-        codes = _oldest(quantized, entries.positions, here, table.entries()[sequence])
+        codes = oldest(quantized, entries.positions, here, table.entries()[sequence])
         _absorb(table, quantized, sequence, entries, codes, here & ~codes, emptied=sparse)
 
 
@@ -456,7 +428,7 @@ def begin_with_codes(table: PageTable, pages: PageIds) -> None:
         entries = _plain(table, 0)
         here = entries.positions >= 0
         stay = here & ((entries.positions < sinks) | (entries.positions >= sinks + n_codes))
-        order, (counts,) = by_position(torch.where(stay, entries.positions, -1)), _counts([stay])
+        order, (counts,) = by_position(torch.where(stay, entries.positions, -1)), counts_of([stay])
         write_fresh_pages(table, 0, entries, order[:, : int(counts.max())], counts)
     else:
         table.drop_first(np.arange(table.n_regions), np.full(table.n_regions, n_codes // slots))
@@ -531,28 +503,6 @@ def _behind(first: PaddedEntries, then: Entries) -> Entries:
     )
 
 
-def _n_codes(quantized: QuantizedStore, loose: Ints, held: Ints) -> Ints:
-    """Return how many of `loose` (H,) plain entries are quantized now, of heads that hold `held` (H,)."""
-    codec, page = quantized.codec, quantized.slots
-    more: Ints = (loose - codec.sinks - newest(codec, held)).clip(min=0) // page * page
-    return more
-
-
-def _oldest(quantized: QuantizedStore, positions: Tensor, loose: Tensor, held: Ints) -> Tensor:
-    """Return which `loose` entries are quantized now, (H, N) bool.
-
-    The first and the newest of `held` (H,) are left out.
-    """
-    codec, page = quantized.codec, quantized.slots
-    stay = torch.from_numpy(newest(codec, held)).to(loose.device)
-    more = (loose.sum(1) - codec.sinks - stay).clamp(min=0) // page * page
-    order = by_position(torch.where(loose, positions, -1))
-    sinks = (loose & (positions < codec.sinks)).sum(1)
-    column = torch.arange(order.shape[1], device=order.device)
-    chosen = (column >= sinks[:, None]) & (column < (sinks + more)[:, None])
-    return torch.zeros_like(loose).scatter_(1, order, chosen)
-
-
 def _absorb(
     table: PageTable,
     quantized: QuantizedPart,
@@ -583,7 +533,7 @@ def _absorb(
         PoolFullError: the pool is full; nothing was changed.
     """
     orders = [by_position(torch.where(chosen, entries.positions, -1)) for chosen in (codes, plain)]
-    counts = _counts([codes, plain])
+    counts = counts_of([codes, plain])
     new, rest = (order[:, : int(count.max())] for order, count in zip(orders, counts, strict=True))
     _write_both(table, quantized, sequence, entries, (new, rest), counts, kept, scores, emptied)
 
@@ -599,9 +549,9 @@ def _write_both(
     scores: Tensor | None = None,
     emptied: np.ndarray | None = None,
 ) -> None:
-    """Quantize candidates, and write others to plain pages: columns (H, n), of which a head has its count (H,).
+    """Quantize candidates, and write others to plain pages.
 
-    See `_absorb`.
+    Both are columns (H, n) of `entries`, of which a head has its count (H,). See `_absorb`.
     """
     dtype = table.pool.arrays.dtype
     entries = entries._replace(keys=entries.keys.to(dtype), values=entries.values.to(dtype))
@@ -611,9 +561,3 @@ def _write_both(
 
     new = NewCodes(counts[0], columns[0], PaddedEntries(*entries[:5]))
     quantized.absorb(sequence, new, kept=kept, scores=scores, emptied=emptied, write_rest=write_plain)
-
-
-def _counts(chosen: Sequence[Tensor]) -> list[Ints]:
-    """Return how many entries of each head are chosen, (H,) of each (H, N) bool, on the host."""
-    counts: list[Ints] = list(torch.stack([one.sum(1) for one in chosen]).cpu().numpy().astype(np.int32))
-    return counts
