@@ -70,6 +70,36 @@ def split(order: Tensor, positions: Tensor, n_plain: Ints, more: Ints, sinks: in
     return codes, order.gather(1, torch.where(column[:rest] < first, column[:rest], after))
 
 
+def split_columns(
+    quantized: QuantizedStore, columns: Tensor, counts: Ints, *, seal: bool = True
+) -> tuple[tuple[Tensor, Tensor], tuple[Ints, Ints]]:
+    """Return which of a prompt's entries are quantized at its end, and which are not.
+
+    Args:
+        quantized: Empty store of the codes.
+        columns: (R, n) columns of `complete` candidates, ascending.
+        counts: (R,) how many of each row stay.
+        seal: Whether to quantize any.
+
+    Returns:
+        The columns of both, (R, n) int64, and how many they are of each row, (R,).
+    """
+    more = n_codes(quantized, counts, counts) if seal else np.zeros_like(counts)
+    both = split(columns.long(), _positions_at(columns, counts), counts, more, quantized.codec.sinks)
+    return both, (more, counts - more)
+
+
+def _positions_at(columns: Tensor, counts: Ints) -> Tensor:
+    """Return the positions (H, n) of columns (H, n) of `complete` candidates.
+
+    They are -1 after the first counts (H,) of each row.
+    """
+    if (counts == columns.shape[1]).all():
+        return columns
+    there = torch.arange(columns.shape[1], device=columns.device) < on_device(counts, columns.device)[:, None]
+    return torch.where(there, columns, -1)
+
+
 def counts_of(chosen: Sequence[Tensor]) -> list[Ints]:
     """Return how many entries of each head are chosen, (H,) of each (H, N) bool, on the host."""
     counts: list[Ints] = list(torch.stack([one.sum(1) for one in chosen]).cpu().numpy().astype(np.int32))

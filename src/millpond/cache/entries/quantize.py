@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millpond.cache.entries.oldest import counts_of, n_codes, newest, oldest, split
+from millpond.cache.entries.oldest import counts_of, n_codes, newest, oldest, split, split_columns
 from millpond.cache.pages.aged_store import QuantizedPart
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.quantized_regions import Ints
@@ -176,36 +176,6 @@ def hold_columns(
     _write_both(table, quantized, sequence, entries, both, numbers)
     if seal:
         pass_down(table, np.arange(table.n_seq) == sequence)
-
-
-def split_columns(
-    quantized: QuantizedStore, columns: Tensor, counts: Ints, *, seal: bool = True
-) -> tuple[tuple[Tensor, Tensor], tuple[Ints, Ints]]:
-    """Return which of a prompt's entries are quantized at its end, and which are not.
-
-    Args:
-        quantized: Empty store of the codes.
-        columns: (R, n) columns of `complete` candidates, ascending.
-        counts: (R,) how many of each row stay.
-        seal: Whether to quantize any.
-
-    Returns:
-        The columns of both, (R, n) int64, and how many they are of each row, (R,).
-    """
-    more = n_codes(quantized, counts, counts) if seal else np.zeros_like(counts)
-    both = split(columns.long(), _positions_at(columns, counts), counts, more, quantized.codec.sinks)
-    return both, (more, counts - more)
-
-
-def _positions_at(columns: Tensor, counts: Ints) -> Tensor:
-    """Return the positions (H, n) of columns (H, n) of `complete` candidates.
-
-    They are -1 after the first counts (H,) of each row.
-    """
-    if (counts == columns.shape[1]).all():
-        return columns
-    there = torch.arange(columns.shape[1], device=columns.device) < on_device(counts, columns.device)[:, None]
-    return torch.where(there, columns, -1)
 
 
 def _replace_some(

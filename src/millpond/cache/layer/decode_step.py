@@ -341,12 +341,12 @@ class DecodeStep:
         if q_pos is None:
             q_pos = on_device(positions.astype(np.int32), device)
         table.kept = self._tracker.marks.kept.tensor(device)
-        table.least = self._planner.least(table, positions, device)
+        table.least = self._planner.budgets.least(table, positions, device)
         quantize.quantize_due(table, positions >= 0)
         moves = not always or self._evicts.evict is not Evict.NEVER
         table.copy_on_write(whole=moves or rule.signal is not Signal.NONE)  # a signal goes into every slot
         if self._policy.grows:
-            grow(table, positions, self._planner.budget)
+            grow(table, positions, self._planner.budgets.of)
         rivals = HeadCompetition.of(table, self._rivals, positions)
         (rivals or table).make_room(always)
         return PendingStep(table, rule, self._attention.shape, positions, q_pos, rivals)
@@ -380,6 +380,6 @@ class DecodeStep:
         if leaves:
             evict_due(table, self._evicts, q_pos, positions >= 0, shape.window)
         if self._policy.bounded and table.quantized is not None and table.quantized.codec.tiered:
-            self._planner.shrink_upper_tier(table, positions)
+            self._planner.budgets.shrink_upper_tier(table, positions)
         if self._demotes.evict is not Evict.NEVER:
             quantize.demote_due(table, self._demotes, positions, self._tracker.marks.kept)

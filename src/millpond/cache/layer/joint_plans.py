@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from millpond.cache.entries import quantize
+from millpond.cache.entries.oldest import split_columns
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.layer.prompt_pages import let_go
 from millpond.cache.pages.page_table import PageTable, publish_together
@@ -75,7 +75,7 @@ class JointPlan:
         columns, counts = self._everything() if selection is None else (selection.columns, selection.counts.ravel())
         plain, n_plain = columns, counts
         if self._stores:
-            (codes, plain), (n_codes, n_plain) = quantize.split_columns(self._stores[0], columns, counts)
+            (codes, plain), (n_codes, n_plain) = split_columns(self._stores[0], columns, counts)
         with publish_together():
             targets = self._targets(n_plain)
             if targets is None or (self._stores and not self._begin_codes(n_codes)):

@@ -433,7 +433,7 @@ class LayerCache(LayerStorage):
             return 0
         if policy.prefill == "chunks":  # a chunk at most is held beyond the budget
             held = int(table.lengths().min(initial=0))
-            budget = self.planner.budget(table, 0, int(self.tracker.seen[0]) + n_tokens)
+            budget = self.planner.budgets.of(table, 0, int(self.tracker.seen[0]) + n_tokens)
             n_tokens = min(n_tokens, policy.chunk + max(budget - held, 0))
         return table.pages_for(n_tokens, policy.observes_all or policy.prefill != "once")
 

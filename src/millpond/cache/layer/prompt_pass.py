@@ -120,7 +120,9 @@ class PromptPass:
     ) -> Tensor:
         """Decode the tokens of a pass one after another; arguments and result as for `read`."""
         for sequence in np.flatnonzero(~span.decoding & (span.after > span.before)).tolist():
-            self.planner.set_budget(table, sequence, self.planner.budget(table, sequence, int(span.after[sequence])))
+            self.planner.budgets.limit(
+                table, sequence, self.planner.budgets.of(table, sequence, int(span.after[sequence]))
+            )
             if table.quantized is not None:
                 own = span.columns(sequence)
                 table.quantized.collect_statistics(sequence, q[sequence, :, own], k[sequence, :, own])
@@ -250,7 +252,7 @@ class PromptPass:
         if columns is not None:  # the pages are others', and so are the scores in them
             past = past._replace(scores=columns)
         entries = read_write.join(past, k, v, q_pos, scores)
-        chunk = PromptChunk(sequence, q, q_pos, seen, entries, lambda: self.planner.budget(table, sequence, seen))
+        chunk = PromptChunk(sequence, q, q_pos, seen, entries, lambda: self.planner.budgets.of(table, sequence, seen))
         reduce = REDUCE[self.policy.reduce] if self.policy.observes_all else None
         flags = self.policy.needs.prompt_flags
         if flags is None or not flags.act_within(self.attention.shape.window):
@@ -287,7 +289,7 @@ class PromptPass:
         sequence, positions, first = chunk.sequence, chunk.entries.positions, chunk.seen - len(chunk.q_pos)
         turn = self._turn(sequence, first)
         visible = flags.visible(chunk.entries.scores, positions, first, turn)
-        kept = self.planner.in_kept_spans(sequence, positions)
+        kept = self.planner.budgets.in_kept_spans(sequence, positions)
         if kept is not None:
             visible |= kept & (positions >= 0)
         whole = max(flags.all_seen_until(turn) - first, 0)

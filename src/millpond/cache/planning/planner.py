@@ -16,6 +16,7 @@ from millpond.cache.entries import read_write
 from millpond.cache.layer.prompt_pages import PromptPages
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.quantized_store import QuantizedStore
+from millpond.cache.planning.budgets import SequenceBudgets
 from millpond.cache.planning.prompt_selection import ScoreCheck, Wanted, only_selects, select
 from millpond.cache.planning.step_merger import StepMerger
 from millpond.cache.planning.views import ViewBuilder
@@ -49,6 +50,7 @@ class Planner:
 
     Attributes:
         views: Views that the policy receives.
+        budgets: Budgets of the sequences.
     """
 
     def __init__(
@@ -60,8 +62,8 @@ class Planner:
         sequence_state: SequenceState,
     ) -> None:
         self.views = ViewBuilder(policy, tracker, attention, sequence_state)
+        self.budgets = SequenceBudgets(policy, entries, tracker, attention)
         self._policy = policy
-        self._entries = entries
         self._attention = attention
         self._sequence_state = sequence_state
         self._tracker = tracker
@@ -69,83 +71,6 @@ class Planner:
         self._only_selects = only_selects(policy)
         self._check: ScoreCheck | None = None
         self._merger = None if slots is None else StepMerger(slots, REDUCE[policy.reduce], attention, sequence_state)
-
-    # ------------------------------------------------------------------ budgets
-
-    def budget(self, table: PageTable, sequence: int, seen: int) -> int:
-        """Return the entries per KV head that a sequence of `seen` tokens may keep."""
-        budget, window = self._entries(table, sequence, seen), self._attention.shape.window
-        return min(budget, window) if window else budget
-
-    def set_budget(self, table: PageTable, sequence: int, budget: int, capacities: Counts | None = None) -> None:
-        """Limit a sequence to `budget` entries per KV head from now on, or to `capacities` (H,)."""
-        numbers = np.full(table.n_kv_heads, budget) if capacities is None else capacities
-        if self._attention.shape.window:
-            numbers = np.minimum(numbers, self._attention.shape.window)
-        n_kept = self._n_kept(sequence)
-        free = np.maximum(numbers - n_kept, 0) if n_kept else numbers
-        newest = self._policy.newest(self._attention.index, free, max(budget - n_kept, 0))
-        table.set_budget(sequence, numbers.astype(np.int32), newest.astype(np.int32))
-
-    def shrink_upper_tier(self, table: PageTable, positions: np.ndarray) -> None:
-        """Lower the budgets of sequences at positions (S,) whose lower tier is about to grow.
-
-        Both tiers together stay inside a budget in bytes.
-
-        Raises:
-            BudgetError: see `LayerBudgets.entries`.
-        """
-        budgets = table.budgets()
-        due = (positions >= 0) & (table.budgeted() - budgets >= self._together(table)).any(1)
-        for sequence in np.flatnonzero(due).tolist():
-            old = budgets[sequence].astype(np.int64)
-            budget = self.budget(table, sequence, int(positions[sequence]) + 1)
-            less = int(old.sum()) // len(old) - budget
-            if less > 0:
-                least = max(self._policy.protect.minimum(), 1)
-                self.set_budget(table, sequence, budget, (old - less).clip(min=least))
-
-    def _n_kept(self, sequence: int) -> int:
-        """Return the positions of kept spans, without sinks.
-
-        Positions that no query of a sliding window will see are left out.
-        """
-        window, first = self._attention.shape.window, self._policy.protect.sinks
-        if window and sequence < self._tracker.n_seq:
-            first = max(first, int(self._tracker.seen[sequence]) - window + 1)
-        return self._tracker.marks.kept.count(sequence, first)
-
-    def _nothing_to_choose(self, table: PageTable, sequence: int, seen: int) -> bool:
-        """Whether all is kept, or the budget holds all that a sliding window shows."""
-        window, flags = self._attention.shape.window, self._policy.needs.prompt_flags
-        if flags is not None and flags.act_within(window):  # what a prompt's queries do not see leaves in a window too
-            return False
-        return self._policy.keeps_all or (bool(window) and self._entries(table, sequence, seen) >= window)
-
-    def least(self, table: PageTable, positions: np.ndarray, device: torch.device) -> Tensor | None:
-        """Return the entries of spans that a decoding step at positions (S,) keeps.
-
-        See `FairShares.least`.
-        """
-        fair, window = self._tracker.marks.shares, self._attention.shape.window
-        if not fair:
-            return None
-        capacities, recent = table.budgets().astype(np.int64), table.newest_protected().astype(np.int64)
-        budgets = capacities.sum(1) // table.n_kv_heads
-        # heads of which each has a protection of its own: the least that one of them leaves
-        free = (capacities - recent).min(1) if self._policy.makes_room else budgets - recent.min(1)
-        sinks = self._policy.protect.sinks
-        aside = self._tracker.marks.kept.counts(np.maximum(self._tracker.seen - window + 1, sinks) if window else sinks)
-        return fair.least(positions + 1, budgets, free - sinks - aside, window, device)
-
-    def in_kept_spans(self, sequence: int, positions: Tensor) -> Tensor | None:
-        """Return the entries that stay in any plan, (H, N) bool; None if there are none.
-
-        positions: (H, N), of the entries.
-        """
-        if not self._n_kept(sequence):
-            return None
-        return self._tracker.marks.kept.mask(sequence, positions, self._policy.protect.sinks)
 
     # ------------------------------------------------------------------ what comes before a plan
 
@@ -180,7 +105,7 @@ class Planner:
             self._sequence_state.turns[sequence] = seen - len(q_pos)
         if until:
             self._sequence_state.pending[sequence] = seen
-            self.plan(table, sequence, entries, seen, self.budget(table, sequence, until), between=True)
+            self.plan(table, sequence, entries, seen, self.budgets.of(table, sequence, until), between=True)
         elif defer:
             self._sequence_state.pending[sequence] = seen
             if sums is None:  # nothing but the new entries changes
@@ -275,7 +200,7 @@ class Planner:
                 span = int(positions[s]), int(positions[s]) + 1
                 self._sequence_state.queries.remember(s, q[s, :, None], q_pos[s : s + 1], span, self._attention.rotary)
         capacities = table.budgets().astype(np.int64)
-        due = active & (table.budgeted() - capacities >= self._together(table)).any(1)
+        due = active & (table.budgeted() - capacities >= self.budgets.together(table)).any(1)
         if merger is not None:
             marks = self._tracker.marks
             apart = due & (marks.kept.marked(table.n_seq) | marks.shares.marked(table.n_seq))
@@ -285,14 +210,6 @@ class Planner:
         for s in np.flatnonzero(due).tolist():
             budget = self._sequence_state.ceilings.get(s, int(capacities[s].sum()) // table.n_kv_heads)
             self.plan(table, s, read_write.read(table, s), int(positions[s]) + 1, budget)
-
-    def _together(self, table: PageTable) -> int:
-        """Return how many entries beyond the budget a plan while decoding waits for.
-
-        For policies that demote it is a page of them.
-        """
-        quantized = table.quantized
-        return self._policy.plan_every if quantized is None or not quantized.codec.tiered else quantized.slots
 
     # ------------------------------------------------------------------ plan and apply
 
@@ -317,7 +234,7 @@ class Planner:
             between: Whether more of the prompt follows, so that nothing is quantized yet.
         """
         if entries.complete and self._selects(table, sequence, seen):
-            budget = self.budget(table, sequence, seen) if budget is None else budget
+            budget = self.budgets.of(table, sequence, seen) if budget is None else budget
             return self._select(table, sequence, entries, seen, budget, between)
         alive = entries.positions >= 0
         window = self._attention.shape.window
@@ -325,22 +242,24 @@ class Planner:
             alive &= seen - entries.positions < window
         plan: EvictionPlan | None = None
         known = budget is not None and self._policy.needs_all_layers  # only the first plan asks what the prompt decided
-        is_settled = not known and self._nothing_to_choose(table, sequence, seen)
+        is_settled = not known and self.budgets.leave_no_choice(table, sequence, seen)
         once, bounded = self._policy.once, self._policy.bounded
-        most = self.budget(table, sequence, seen) if once and bounded else UNBOUNDED
+        most = self.budgets.of(table, sequence, seen) if once and bounded else UNBOUNDED
         visible = min(seen, window) if window else seen
         visible -= self._tracker.marks.dropped.count(sequence, seen - visible)
         counts = alive.sum(1)
         done = once and bool((counts < visible).any()) and int(counts.sum()) <= most * len(counts)
         if not (done or is_settled):
-            budget = self.budget(table, sequence, seen) if budget is None else budget
+            budget = self.budgets.of(table, sequence, seen) if budget is None else budget
             plan = self._choose(table, sequence, entries, alive, seen, budget, between)
             if self._policy.plans_below_budget:
                 self._sequence_state.ceilings[sequence] = budget
-            self.set_budget(table, sequence, budget, None if plan is None else plan.caps)
+            self.budgets.limit(table, sequence, budget, None if plan is None else plan.caps)
         else:
             read_write.replace(table, sequence, entries, alive, last=not between)
-            self.set_budget(table, sequence, most, with_rest(counts.cpu().numpy(), most) if most < UNBOUNDED else None)
+            self.budgets.limit(
+                table, sequence, most, with_rest(counts.cpu().numpy(), most) if most < UNBOUNDED else None
+            )
         if self._sequence_state.head_rules is not None:
             assert plan is None or isinstance(plan, NestedPlan)
             self._sequence_state.head_rules.apply_plan(table, sequence, plan)
@@ -357,7 +276,11 @@ class Planner:
         """Whether a plan of a sequence that has lost no token is a choice by scores alone."""
         if not self._only_selects or self._attention.shape.window:
             return False
-        if self._tracker.marks.shares or self._n_kept(sequence) or self._nothing_to_choose(table, sequence, seen):
+        if (
+            self._tracker.marks.shares
+            or self.budgets.n_kept(sequence)
+            or self.budgets.leave_no_choice(table, sequence, seen)
+        ):
             return False
         return table.quantized is None or not table.quantized.codec.tiered
 
@@ -369,7 +292,7 @@ class Planner:
         self._expect(selection.check)
         (counts,), (capacities,) = selection.counts, selection.capacities
         read_write.keep_columns(table, sequence, entries, selection.columns, counts, last=not between)
-        self.set_budget(table, sequence, budget, capacities)
+        self.budgets.limit(table, sequence, budget, capacities)
 
     def wanted(self, table: PageTable) -> Wanted | None:
         """Return what the plan that waits for the end of the only prompt asks.
@@ -391,7 +314,7 @@ class Planner:
             return None
         if self._policy.needs.prompt_repeat is not None or not is_by_region(self._policy.score):
             return None
-        return Wanted(self._attention.index, self.budget(table, 0, seen)) if self._selects(table, 0, seen) else None
+        return Wanted(self._attention.index, self.budgets.of(table, 0, seen)) if self._selects(table, 0, seen) else None
 
     def joint_view(self, n_regions: int, signal: Tensor | None, device: torch.device) -> View:
         """Return the view of all tokens of the only prompt, for plans of several layers.
@@ -408,7 +331,7 @@ class Planner:
     def end_joint_plan(self, table: PageTable, wanted: Wanted, capacities: Counts | None) -> None:
         """Set the budget of the only sequence after the plan that `wanted` asked."""
         if not self._policy.keeps_all:
-            self.set_budget(table, 0, wanted.budget, capacities)
+            self.budgets.limit(table, 0, wanted.budget, capacities)
             self._sequence_state.pending.clear()
 
     def _expect(self, check: ScoreCheck) -> None:
@@ -487,7 +410,7 @@ class Planner:
         Raises:
             BudgetError: they leave less of the budget than the policy protects.
         """
-        n_kept, aside = self._n_kept(sequence), self.in_kept_spans(sequence, positions)
+        n_kept, aside = self.budgets.n_kept(sequence), self.budgets.in_kept_spans(sequence, positions)
         if aside is None:
             return None, 0
         least = self._policy.protect.minimum()
