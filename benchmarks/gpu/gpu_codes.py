@@ -56,6 +56,8 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}
 PLAIN_SLOTS, PLAIN = 64, 40  # of the pages of newest entries; how many lie there
 CPU = torch.device("cpu")
 PLAIN_PAGES = "bf16 pages"
+#: What `write_packed` writes of a page.
+WRITTEN = ("codes", "positions", "scores")
 #: Slots per split, then slots per step, warps and stages of `attend_words`.
 TUNINGS = ((256, 64, 2, 3), (256, 64, 2, 2), (512, 64, 2, 3), (512, 64, 2, 2), (1024, 64, 2, 2))
 
@@ -196,11 +198,54 @@ def checked(machine: Machine, codec: str) -> Iterator[Row]:
         }
 
 
+def to_encode(codes: PackedRegions, dim: int, dtype: torch.dtype) -> EntryRows:
+    """Random entries that fill all pages of regions on the CPU."""
+    n, stored = len(codes.lens), int(codes.lens[0])
+    keys, values = torch.randn(2, n, stored, dim).to(dtype)
+    index = torch.arange(stored, dtype=torch.int32).expand(n, -1).contiguous()
+    start, count = int32(n), int32(n, value=stored)
+    rows = EntryRows(start, count, index, keys, values, index, torch.rand(n, stored))
+    return replace(rows, on_host=(start.numpy(), count.numpy()))
+
+
+def rows_on(rows: EntryRows, device: torch.device) -> EntryRows:
+    """A copy of entries on a device."""
+    tensors = {each.name: getattr(rows, each.name) for each in fields(rows)}
+    return replace(rows, **{name: t.to(device) for name, t in tensors.items() if isinstance(t, Tensor)})
+
+
+def encoded(machine: Machine, codec: str) -> Iterator[Row]:
+    """Pages of random entries, written here by the reference and there by the kernel: the same bytes."""
+    for dtype, dim in itertools.product((torch.bfloat16, torch.float32), (64,) if machine.tiny else (64, 128, 256)):
+        if not machine.mine():
+            continue
+        torch.manual_seed(1)
+        codes = sealed(codec, 4, 128 if machine.tiny else 640, dim, 2)
+        there = regions_on(codes, machine.device)
+        rows = to_encode(codes, dim, dtype)
+        reference.write_packed(codes, rows)
+        gpu.write_packed(there, rows_on(rows, machine.device))
+        pairs = ((getattr(codes.pages, name)[0], getattr(there.pages, name)[0].cpu()) for name in WRITTEN)
+        yield {
+            "op": "encode",
+            "codec": codec,
+            "dtype": str(dtype),
+            "dim": dim,
+            "rule": "",
+            "out": 0.0,
+            "lse": 0.0,
+            "scores": 0.0,
+            "exact": all(torch.equal(here, found) for here, found in pairs),
+            "limit": 0.0,
+            "sharp_limit": 0.0,
+        }
+
+
 def check(machine: Machine) -> list[Row]:
     """Every format, judged."""
     rows = []
     for codec in CODECS:
-        same = list(checked(machine, codec))
+        same = [*checked(machine, codec), *encoded(machine, codec)]
         rows += same
         for row in same:
             sharp = max(row["lse"], row["scores"]) <= row["sharp_limit"]
@@ -246,8 +291,12 @@ def time_codec(machine: Machine, codec: str) -> Row:
         where, shape = PageRegions(pages, table, lens), AttentionShape(dim**-0.5)
         return gpu.decode(DecodeArgs(q, new, new, StepRegions(where, caps, recent, q_pos, KEEP_ALL, shape, codes)))
 
-    ms = machine.ms(machine.graphed(step), lambda: lens.fill_(held))
-    return {"codec": codec, "stored": stored, "batch": n_seq, "ms": ms}
+    row = {"codec": codec, "stored": stored, "batch": n_seq}
+    row["ms"] = machine.ms(machine.graphed(step), lambda: lens.fill_(held))
+    if codes is not None:
+        entries = rows_on(to_encode(codes, dim, torch.bfloat16), device)
+        row["encode_ms"] = machine.ms(lambda: gpu.write_packed(codes, entries))
+    return row
 
 
 def time_tuning(machine: Machine, codec: str, tuning: tuple[int, int, int, int]) -> Row:

@@ -34,14 +34,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from millpond.kernels.args import EntryRows
-from millpond.kernels.packed.regions import PackedRegions
-
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 232_448  #: bytes that a thread block may have on Hopper
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 Row = dict[str, Any]
-CHECKED = ("decode", "dense", "few_rows", "pages", "prefill", "write_packed")  #: modules that check their tensors
+#: Modules that would refuse tensors on the CPU.
+CHECKED = ("decode", "dense", "few_rows", "pages", "prefill", "selection", "transform", "window", "write_packed")
 
 
 class Absent:
@@ -79,8 +77,7 @@ def compile_instead_of_launch() -> dict[str, Compiled]:
 
     JITFunction.run = run
     driver.set_active(Absent())
-    checked = ("decode", "dense", "few_rows", "pages", "prefill", "selection", "transform", "window", "write_packed")
-    for module in checked:  # they would refuse tensors on the CPU
+    for module in CHECKED:
         importlib.import_module(f"millpond.kernels.gpu.{module}").check = lambda *given: None  # type: ignore[attr-defined]
     return found
 
@@ -103,16 +100,12 @@ def compile_all(tiny: bool) -> dict[str, Compiled]:
     # nothing is computed, so there is nothing to compare with
     gpu_ops.reference = gpu_ops.gpu  # type: ignore[assignment]
     seal = gpu_codes.reference.write_packed
-
-    def write_packed(regions: PackedRegions, rows: EntryRows) -> None:
-        seal(regions, rows)  # nothing else computes here
-        gpu_codes.gpu.write_packed(regions, rows)
-
-    gpu_codes.reference = SimpleNamespace(decode=gpu_codes.gpu.decode, write_packed=write_packed)  # type: ignore[assignment]
+    gpu_codes.reference = SimpleNamespace(decode=gpu_codes.gpu.decode, write_packed=seal)  # type: ignore[assignment]
     machine = Machine(interpret=True, tiny=tiny)
     calls = itertools.chain(
         *(check(machine) for check in gpu_ops.CHECKS),
         *(gpu_codes.checked(machine, codec) for codec in gpu_codes.CODECS),
+        *(gpu_codes.encoded(machine, codec) for codec in gpu_codes.CODECS),
     )
     for _ in track(calls, description="compiling", console=Console(stderr=True)):
         pass
