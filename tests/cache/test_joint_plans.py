@@ -20,6 +20,7 @@ from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.pool import PagePool
 from millpond.cache.pages.pool_set import PoolSet
 from millpond.cache.pages.quantized_store import QuantizedStore
+from millpond.cache.planning import prompt_selection
 from millpond.cache.state.positions import PositionTracker
 from millpond.codec import resolve
 from millpond.errors import BudgetError, NumericsError
@@ -298,3 +299,30 @@ def test_tables_are_published_in_one_copy() -> None:
             assert torch.equal(x, y)
             assert x.data_ptr() % 16 == 0
         assert table.regions.lens is table.lens
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_nan_that_arrives_late_is_refused_at_the_end(
+    together: bool, alone: Callable[[BatchCache], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device nobody waits for the scores before entries move."""
+    monkeypatch.setattr(prompt_selection.ReadBack, "is_ready", lambda self: False)
+    batch_cache = make(policy_of("h2o"), PagePool(DIM, DIM, torch.float32, slots=8))
+    read(batch_cache, 45)
+    table = batch_cache.layers[2].table
+    assert table is not None
+    table.pool.arrays.scores[0][int(table.pages[1, 2]), 3] = torch.nan
+    with pytest.raises(NumericsError, match="layer 2"):
+        batch_cache.run_plans() if together else alone(batch_cache)
+
+
+def test_nan_that_arrives_late_is_refused_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_selection.ReadBack, "is_ready", lambda self: False)
+    tracker, pool = PositionTracker(), PagePool(DIM, DIM, torch.float32, slots=8)
+    layer_cache = LayerCache(3, policy_of("tova"), lambda *_: 12, lambda *_: pool, tracker)
+    q, k, v = (torch.randn(1, heads, 45, DIM) for heads in (HEADS * GROUP, HEADS, HEADS))
+    q[:, 0, -1] = torch.nan
+    layer_cache.attend(q, k, v, None, SHAPE)
+    assert int(layer_cache.stored.max()) == 12
+    with pytest.raises(NumericsError, match="layer 3: the attention scores"):
+        layer_cache.attend(q[:, :, :1], k[:, :, :1], v[:, :, :1], None, SHAPE)

@@ -105,6 +105,8 @@ class BatchCache:
         for n, layer_cache in enumerate(due):
             with self.in_memory(layer_cache, due[n + 1 : n + 1 + READ_AHEAD]):
                 layer_cache.run_plans()
+        for layer_cache in due:  # before the sequences join others
+            layer_cache.planner.settle()
 
     def in_memory(
         self, layer_cache: LayerCache, then: Iterable[LayerCache] = (), growth: Pages | None = None

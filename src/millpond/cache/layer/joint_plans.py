@@ -30,7 +30,7 @@ from millpond.kernels.window_args import PagedWindowArgs
 from millpond.policy.policy import REDUCE
 
 #: Bytes of keys and values of a prompt that are read together to be encoded.
-ENCODED_TOGETHER = 1 << 28
+ENCODED_TOGETHER = 1 << 27
 
 
 class JointPlan:
