@@ -23,7 +23,7 @@ from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.cache.planning import prompt_selection
 from millpond.cache.state.positions import PositionTracker
 from millpond.codec import resolve
-from millpond.errors import BudgetError, NumericsError
+from millpond.errors import BudgetError, NumericsError, PoolFullError
 from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 from millpond.policy.policy import Policy
@@ -176,6 +176,56 @@ def test_codes_of_all_layers_are_those_of_each_alone(
             holders += [held_in for store in stores if store is not None for held_in in store.held_in(pool)]
             pool.check_integrity(holders)
     assert_same(found[1], found[0])
+
+
+def test_without_room_for_all_codes_at_once_layers_are_planned_one_by_one(
+    alone: Callable[[BatchCache], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, begun, found = QuantizedStore.begin, [], []
+
+    def full(self: QuantizedStore, count: np.ndarray) -> None:
+        begun.append(self)
+        if len(begun) == 3:
+            raise PoolFullError("no room for a third one")
+        begin(self, count)
+
+    for end in (alone, lambda batch_cache: joined(batch_cache, monkeypatch)):
+        pools = PoolSet(resolve("int4"), 16, MemoryLimit(None), masses=False)
+        batch_cache = coded(policy_of("h2o"), pools)
+        read(batch_cache, 400)
+        with monkeypatch.context() as patch:
+            patch.setattr(QuantizedStore, "begin", full)
+            assert end(batch_cache) in (None, [0])
+        found.append(held(batch_cache))
+    assert len(begun) == 3
+    assert_same(found[1], found[0])
+
+
+def test_numbers_that_no_code_holds_leave_a_prompt_as_it_was() -> None:
+    pools = PoolSet(resolve("int4"), 16, MemoryLimit(None), masses=False)
+    batch_cache = coded(METHODS.get("full")(), pools)
+    read(batch_cache, 400)
+    tables = [one.table for one in batch_cache.layers if one.table is not None]
+    live = [pool.n_live for pool in pools]
+    tables[1].pool.arrays.keys[0][int(tables[1].pages[0, 3]), 5, 7] = torch.inf
+    with pytest.raises(NumericsError):
+        batch_cache.run_plans()
+    assert [pool.n_live for pool in pools][:1] == live[:1]
+    assert not any(pool.n_live for pool in list(pools)[1:])
+    assert [int(one.stored.min()) for one in batch_cache.layers] == [400] * LAYERS
+
+
+def test_layers_whose_pages_others_hold_are_planned_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, pool = policy_of("h2o"), PagePool(DIM, DIM, torch.float32, slots=8)
+    batch_cache, other = make(policy, pool), make(policy, pool)
+    read(batch_cache, 45)
+    batch_cache.copy_to([0], other)
+    for layer_cache in other.layers[2:]:
+        layer_cache.reset()
+    assert joined(batch_cache, monkeypatch) == [2, 2]
+    assert [int(one.stored.max()) for one in other.layers[:2]] == [45, 45]
+    first = other.layers[0].read(0)
+    assert first.positions[0].tolist() == list(range(45))
 
 
 def coded(policy: Policy, pools: PoolSet) -> BatchCache:

@@ -79,11 +79,14 @@ class JointPlan:
         with publish_together():
             targets = self._targets(n_plain)
             if targets is None or (self._stores and not self._begin_codes(n_codes)):
-                for into in self._fresh(targets or []):
-                    let_go(into)
+                self._let_go(targets or [])
                 return False
             if self._stores:
-                self._encode(targets[0].pool.arrays.dtype, codes, n_codes, signal)
+                try:
+                    self._encode(targets[0].pool.arrays.dtype, codes, n_codes, signal)
+                except BaseException:
+                    self._let_go(targets)
+                    raise
             self._move(targets, plain, n_plain, signal)
             for number, (layer_cache, into) in enumerate(zip(self._layers, targets, strict=True)):
                 into.set_lengths(0, self._of_layers(n_plain)[number])
@@ -126,6 +129,13 @@ class JointPlan:
     def _of_layers(self, counts: Ints) -> Ints:
         return counts.reshape(len(self._tables), self._n_heads)
 
+    def _let_go(self, targets: Sequence[PageTable]) -> None:
+        """Release what was reserved: the layers hold what they held."""
+        for into in self._fresh(targets):
+            let_go(into)
+        for store in self._stores:
+            store.forget(0)
+
     def _fresh(self, targets: Sequence[PageTable]) -> list[PageTable]:
         """Return the tables among `targets` that are new."""
         return [into for table, into in zip(self._tables, targets, strict=False) if into is not table]
@@ -143,21 +153,16 @@ class JointPlan:
             for into, own in zip(fresh, numbers, strict=False):
                 into.reserve(0, own)
         except PoolFullError:  # layer by layer each gives back what it held before the next one needs room
-            for into in fresh:
-                let_go(into)
+            self._let_go(rooms)
             return None
         return rooms
 
     def _begin_codes(self, counts: Ints) -> bool:
         """Give the stores the pages of their codes, counts (L * H,); False if there is no room."""
-        begun = []
         try:
             for store, own in zip(self._stores, self._of_layers(counts), strict=True):
                 store.begin(own)
-                begun.append(store)
         except PoolFullError:
-            for store in begun:
-                store.forget(0)
             return False
         return True
 
@@ -177,20 +182,15 @@ class JointPlan:
         ids = np.concatenate([_padded(store.page_lists.ids, -(-width // first.slots)) for store in self._stores])
         zeros = np.zeros_like(counts)
         there, start, count = send([ids, zeros, counts], arrays.device)
-        try:
-            for begin in range(0, len(lens), together):
-                rows = slice(begin, begin + together)
-                read = ops.read(PageRegions(pages, table[rows], lens[rows]), self._n)
-                own = None if scores is None else scores[rows]
-                entries = read._replace(keys=read.keys.to(dtype), values=read.values.to(dtype))
-                entries = entries if own is None else entries._replace(scores=own)
-                regions = PackedRegions(arrays, there[rows], start[rows], start[rows], whole_value_dim=first.value_dim)
-                on_host = zeros[rows], counts[rows]
-                ops.write_packed(regions, EntryRows(start[rows], count[rows], index[rows], *entries, on_host=on_host))
-        except BaseException:
-            for store in self._stores:
-                store.forget(0)
-            raise
+        for begin in range(0, len(lens), together):
+            rows = slice(begin, begin + together)
+            read = ops.read(PageRegions(pages, table[rows], lens[rows]), self._n)
+            own = None if scores is None else scores[rows]
+            entries = read._replace(keys=read.keys.to(dtype), values=read.values.to(dtype))
+            entries = entries if own is None else entries._replace(scores=own)
+            regions = PackedRegions(arrays, there[rows], start[rows], start[rows], whole_value_dim=first.value_dim)
+            on_host = zeros[rows], counts[rows]
+            ops.write_packed(regions, EntryRows(start[rows], count[rows], index[rows], *entries, on_host=on_host))
 
     def _move(self, targets: Sequence[PageTable], columns: Tensor, counts: Ints, scores: Tensor | None) -> None:
         """Move plain entries, with the signals that they were chosen by as their scores."""
