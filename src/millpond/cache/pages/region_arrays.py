@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from millpond.kernels.decode_rules import UNBOUNDED
-from millpond.kernels.transfers import on_device
+from millpond.kernels.transfers import ReadBack, on_device
 
 Ints = npt.NDArray[np.int32]
 
@@ -18,7 +18,9 @@ Ints = npt.NDArray[np.int32]
 class RegionLengths:
     """Lengths of regions, (R,) int32, on the host and in a copy on a device.
 
-    On the CPU the two are one memory.
+    On the CPU the two are one memory. Elsewhere a step may change lengths in a way that the host does not know. It then
+    counts how many entries each region has got at most, and copies the lengths when somebody asks for them: `host`
+    waits for all work of the device, `arrive` only for what was launched before the `look` that it ends.
 
     Args:
         lens: Lengths, (R,).
@@ -31,13 +33,58 @@ class RegionLengths:
         self._host = lens
         self._there = torch.from_numpy(lens)
         self.behind = False
+        self._more = np.zeros_like(lens)  # entries that regions got at most since the host's lengths were right
+        self._look: tuple[ReadBack, Ints] | None = None  # lengths on their way, and `_more` since then
 
     @property
     def host(self) -> Ints:
         """Lengths on the host, (R,), to read and to write in place; `publish` copies them to the device."""
         if self.behind:
-            self._host[:], self.behind = self._there.cpu().numpy(), False
+            self._take(self._there)
         return self._host
+
+    @property
+    def known(self) -> Ints:
+        """The last lengths that the host has known, (R,)."""
+        return self._host
+
+    @property
+    def most(self) -> Ints:
+        """Upper bounds of the lengths, (R,), for which nothing waits."""
+        return self._host + self._more
+
+    @property
+    def drift(self) -> int:
+        """By how many entries a bound may exceed a length that has not fallen."""
+        return int(self._more.max(initial=0))
+
+    def fell(self) -> None:
+        """Note that the device may have made lengths smaller."""
+        self.behind = True
+
+    def grew(self, regions: npt.NDArray[np.bool_]) -> None:
+        """Note that the device may have added an entry to each of some regions, (R,)."""
+        self.behind = True
+        self._more += regions
+        if self._look is not None:
+            since = self._look[1]
+            since += regions
+
+    def look(self) -> None:
+        """Copy the lengths to the host behind the work that was launched, for `arrive`."""
+        if self.behind and self._look is None:
+            self._look = ReadBack([self._there.clone()]), np.zeros_like(self._more)
+
+    def arrive(self) -> bool:
+        """Take the lengths of a look after which a step was launched; return whether there was one.
+
+        Who launches a step has read the tokens of the one before the last, so that this waits for nothing.
+        """
+        if self._look is None or not self._look[1].any():
+            return False
+        read, self._more = self._look
+        self._host[:], self._look = read.wait()[0].numpy(), None
+        return True
 
     def publish(self, device: torch.device) -> Tensor:
         """Return the host's lengths on the device, (R,), which a kernel may write to."""
@@ -50,15 +97,22 @@ class RegionLengths:
 
     def select(self, regions: npt.NDArray[np.int64]) -> None:
         """Keep the lengths of the given regions, in this order."""
-        self._host = self.host[regions]
+        self._begin(self.host[regions])
 
     def join(self, other: RegionLengths) -> None:
         """Take the lengths of another table's regions, after these."""
-        self._host = np.concatenate([self.host, other.host])
+        self._begin(np.concatenate([self.host, other.host]))
 
     def copy(self) -> RegionLengths:
         """Return a copy that is not yet published."""
         return RegionLengths(self.host.copy())
+
+    def _begin(self, lens: Ints) -> None:
+        self._host, self._more = lens, np.zeros_like(lens)
+
+    def _take(self, lens: Tensor) -> None:
+        self._host[:], self._more[:] = lens.cpu().numpy(), 0
+        self.behind, self._look = False, None
 
 
 class RegionBudgets(NamedTuple):
