@@ -51,7 +51,10 @@ def compare(found: list[Any], wanted: list[Any]) -> None:
     assert all(map(torch.equal, found[1], wanted[1]))
 
 
-@pytest.mark.parametrize(("budget", "window", "masses"), [(UNBOUNDED, 0, True), (UNBOUNDED, 30, False), (12, 30, True)])
+@pytest.mark.parametrize(
+    ("budget", "window", "masses"),
+    [(UNBOUNDED, 0, True), (UNBOUNDED, 30, False), (25, 0, False), (12, 0, False), (9, 0, True), (3, 0, True)],
+)
 def test_the_kernel_lets_go_of_what_torch_lets_go_of(budget: int, window: int, masses: bool) -> None:
     """Of heads that take several chunks."""
     compare(*(after_a_step(7, masses, budget, window, kernel, 32) for kernel in (gpu.admit, in_torch)))
