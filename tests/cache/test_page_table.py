@@ -94,13 +94,18 @@ def test_bounds_come_back_to_the_lengths(falls: bool) -> None:
         assert 30 <= counts["looks"] <= 200 / 4
 
 
+@pytest.mark.parametrize("budget", [100, 5])
 @pytest.mark.parametrize("begin", range(0, 24, 3))
-def test_pages_that_were_freed_come_back_in_time(begin: int) -> None:
-    """Regions grow at each step after some in which nothing did, which had left them with a page too many."""
+def test_pages_that_were_freed_come_back_in_time(begin: int, budget: int) -> None:
+    """Regions grow at each step after some in which nothing did, which had left them with a page too many.
+
+    They do beyond their budget too, if it fell: there are codes that leave.
+    """
     with pytest.MonkeyPatch.context() as patch:
         set_apart(patch)
         table = table_of(8, 13)
         table.quantized = codes_without_end()
+        table.set_budgets(np.full((N_SEQ, HEADS), budget, dtype=np.int32))
         for step in range(60):
             table.make_room(False)
             check_pages(table, 1)

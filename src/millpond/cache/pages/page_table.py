@@ -339,9 +339,10 @@ class PageTable:
 
     def _look_ahead(self) -> None:
         """Begin to copy the lengths that only the device knows, some steps before they decide about pages."""
-        codes_due = self.quantized is not None and self.quantized.steps_until_check <= LOOK_AHEAD
+        due = self.quantized is not None and self.quantized.steps_until_check <= LOOK_AHEAD
+        codes_due = due and self._lengths.is_unsure(LOOK_AHEAD)
         if codes_due or 2 * self._lengths.drift >= self.pool.slots:
-            self._lengths.look()
+            self._lengths.look(again=codes_due)
 
     def pages_for(self, n_tokens: int, whole: bool) -> int:
         """Return the pages that `n_tokens` more entries of every head take, copies included.
@@ -368,7 +369,10 @@ class PageTable:
             return
         grew = np.repeat(active, self.n_kv_heads)
         if self._lengths.behind or (self.quantized is not None and not grows_always):
-            self._lengths.grew(grew)  # or not, if the slot of a victim was free, which the host reads when it must
+            if not grows_always:  # where a victim may lie among codes, whether it did is read when it must
+                fills = self._lengths.most < self._budgets.capacities
+                grew &= fills if self.quantized is None else fills | self.quantized.may_live
+            self._lengths.grew(grew)
             self._look_ahead()
         else:
             grew &= grows_always | (self._lengths.host < self._budgets.capacities)

@@ -34,7 +34,7 @@ class RegionLengths:
         self._there = torch.from_numpy(lens)
         self.behind = False
         self._more = np.zeros_like(lens)  # entries that regions got at most since the host's lengths were right
-        self._look: tuple[ReadBack, Ints] | None = None  # lengths on their way, and `_more` since then
+        self._looks: list[tuple[ReadBack, Ints]] = []  # lengths on their way, and `_more` since then, the oldest first
 
     @property
     def host(self) -> Ints:
@@ -58,6 +58,11 @@ class RegionLengths:
         """By how many entries a bound may exceed a length that has not fallen."""
         return int(self._more.max(initial=0))
 
+    def is_unsure(self, n: int) -> bool:
+        """Return whether a region that may be the longest, or is up to `n` entries shorter, may be shorter yet."""
+        most = self.most
+        return bool(self._more[most >= most.max(initial=0) - n].any())
+
     def fell(self) -> None:
         """Note that the device may have made lengths smaller."""
         self.behind = True
@@ -66,25 +71,27 @@ class RegionLengths:
         """Note that the device may have added an entry to each of some regions, (R,)."""
         self.behind = True
         self._more += regions
-        if self._look is not None:
-            since = self._look[1]
+        for _, since in self._looks:
             since += regions
 
-    def look(self) -> None:
-        """Copy the lengths to the host behind the work that was launched, for `arrive`."""
-        if self.behind and self._look is None:
-            self._look = ReadBack([self._there.clone()]), np.zeros_like(self._more)
+    def look(self, *, again: bool = False) -> None:
+        """Copy the lengths to the host behind the work that was launched, for `arrive`.
+
+        Nothing is done where lengths are on their way, unless `again`.
+        """
+        if self.behind and (again or not self._looks):
+            self._looks.append((ReadBack([self._there.clone()]), np.zeros_like(self._more)))
 
     def arrive(self) -> bool:
-        """Take the lengths of a look after which a step was launched; return whether there was one.
+        """Take the lengths of the last look after which a step was launched; return whether there was one.
 
         Who launches a step has read the tokens of the one before the last, so that this waits for nothing.
         """
-        if self._look is None or not self._look[1].any():
-            return False
-        read, self._more = self._look
-        self._host[:], self._look = read.wait()[0].numpy(), None
-        return True
+        arrived = sum(bool(since.any()) for _, since in self._looks)
+        if arrived:
+            read, self._more = self._looks[arrived - 1]
+            self._host[:], self._looks = read.wait()[0].numpy(), self._looks[arrived:]
+        return arrived > 0
 
     def publish(self, device: torch.device) -> Tensor:
         """Return the host's lengths on the device, (R,), which a kernel may write to."""
@@ -112,7 +119,7 @@ class RegionLengths:
 
     def _take(self, lens: Tensor) -> None:
         self._host[:], self._more[:] = lens.cpu().numpy(), 0
-        self.behind, self._look = False, None
+        self.behind, self._looks = False, []
 
 
 class RegionBudgets(NamedTuple):
