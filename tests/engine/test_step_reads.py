@@ -19,6 +19,7 @@ from millpond.engine.engine import Engine
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.sampling.sampler import Drawn, Sampler
+from millpond.engine.step_executor import StepExecutor
 from millpond.kernels.transfers import ReadBack, on_device
 from millpond.models.lean.decoder import Decoder
 from millpond.runner.native_forward import DecodeGraph
@@ -211,7 +212,7 @@ def test_a_quiet_step_is_read_once(method: str, codec: str | None, monkeypatch: 
 def test_lengths_that_only_the_device_knows_come_with_the_tokens(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step reads tokens and the sizes of the caches that go with them; lengths are looked at now and then."""
     monkeypatch.setattr(Engine, "_runs_ahead", True)
-    set_apart(monkeypatch)
+    counts = set_apart(monkeypatch)
     engine = Engine(test_codecs.model(), **CASES[case], page_slots=32)
     for n in (210, 190):
         prompt = tuple(test_codecs.prompt(n))
@@ -221,6 +222,15 @@ def test_lengths_that_only_the_device_knows_come_with_the_tokens(case: str, monk
     monkeypatch.setattr(NanCheck, "check", lambda *_: None)
     monkeypatch.setattr(NanCheck, "check_layers", lambda *_: None)
     looks, steps = looked_at(monkeypatch, read_alone=True), 40
+    real = StepExecutor.launch
+
+    def launch(self: StepExecutor, *given: Any) -> Any:
+        before = looks["wait"] - counts["looks"]
+        launched = real(self, *given)
+        assert looks["wait"] - counts["looks"] == before, "nothing of a step is read before it is settled"
+        return launched
+
+    monkeypatch.setattr(StepExecutor, "launch", launch)
     for _ in range(steps):
         engine.step()
     of_shares = looks.pop("tolist", 0)  # of the host's own numbers
