@@ -6,6 +6,7 @@ heads with rules of their own. The device's memory is set apart (`tests.helpers.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.engine.engine import Engine
 from millpond.engine.request import Request
+from millpond.errors import BudgetError
 from tests.engine import test_codecs
 from tests.engine.test_run_ahead import Outcome, outcome_of
 from tests.helpers.device_memory import check_pages, set_apart
@@ -137,6 +139,18 @@ def test_pages_of_any_size(case: str, slots: int) -> None:
     requests = [ask(150, 90), ask(90, 100)]
     here, there = (course(case, requests, apart=apart, page_slots=slots) for apart in (False, True))
     assert there.ends == here.ends
+
+
+@pytest.mark.parametrize("case", ["h2o fp8", "random fp8", "fastgen"])
+def test_a_request_needs_no_more_than_it_is_said_to(case: str) -> None:
+    """Bounds take pages early, and none beyond those that the request may come to need."""
+    with pytest.raises(BudgetError, match="may need") as refused:
+        course(case, [ask(150, 200)], apart=True, kv_memory=200_000, page_slots=4)
+    said = re.search(r"may need ([\d,]+) bytes", str(refused.value))
+    assert said is not None
+    there = course(case, [ask(150, 200)], apart=True, kv_memory=int(said[1].replace(",", "")), page_slots=4)
+    assert len(there.ends["150"][0][0]) == 200
+    assert there.followed == 198
 
 
 @pytest.mark.parametrize(("case", "memory"), [("h2o fp8", 700_000), ("fastgen", 1_000_000)])

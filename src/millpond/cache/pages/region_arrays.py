@@ -50,8 +50,8 @@ class RegionLengths:
 
     @property
     def most(self) -> Ints:
-        """Upper bounds of the lengths, (R,), for which nothing waits."""
-        return self._host + self._more
+        """Upper bounds of the lengths, (R,), to read, for which nothing waits."""
+        return self._host + self._more if self.behind else self._host
 
     @property
     def drift(self) -> int:
@@ -87,6 +87,8 @@ class RegionLengths:
 
         Who launches a step has read the tokens of the one before the last, so that this waits for nothing.
         """
+        if not self._looks:
+            return False
         arrived = sum(bool(since.any()) for _, since in self._looks)
         if arrived:
             read, self._more = self._looks[arrived - 1]

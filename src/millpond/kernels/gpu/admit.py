@@ -245,12 +245,12 @@ def let_go(
             region = entries + rule + (allowed // 2,)
             if after > allowed:
                 for stage in tl.static_range(1, 4):
-                    gone = (key_0, key_1, key_2)
-                    _n_left, n_free = counted(region, gone, stage, LOG_SLOTS, LOG_PAGES, CHUNK)
+                    before = (key_0, key_1, key_2)
+                    _n_left, n_free = counted(region, before, stage, LOG_SLOTS, LOG_PAGES, CHUNK)
                     spare = tl.minimum(after - allowed, n_free)
                     key = tl.full([], LOWEST, tl.int64)
                     if spare > 0:
-                        key = key_of_last(spare, n_free, region, gone, stage, LOG_SLOTS, LOG_PAGES, CHUNK)
+                        key = key_of_last(spare, n_free, region, before, stage, LOG_SLOTS, LOG_PAGES, CHUNK)
                     after -= spare
                     if stage == 1:
                         key_1 = key
