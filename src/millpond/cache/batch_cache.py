@@ -376,7 +376,10 @@ class BatchCache:
     # ------------------------------------------------------------------ figures
 
     def sizes(self) -> Callable[[], CacheSizes]:
-        """Return a function that returns the sizes of the caches now, for which only its call may wait."""
+        """Return a function that returns the sizes of the caches now.
+
+        Only its call may wait for a device.
+        """
         tables = [table for layer_cache in self.layers if (table := layer_cache.table) is not None]
         if not any(table.is_behind for table in tables):
             held = self.held()

@@ -109,7 +109,10 @@ class DecodeGroup:
         self.completions = []
 
     def figures(self) -> Figures:
-        """Return a function that returns the size of the cache of every answer now, see `figures_to_come`."""
+        """Return a function that returns the size of every answer's cache now.
+
+        See `figures_to_come`.
+        """
         return figures_to_come(self.batch_cache, self.cache_factory, self._layers)
 
     def update_stats(self) -> None:

@@ -12,7 +12,10 @@ from torch import Tensor
 
 
 def shares_memory(device: torch.device) -> bool:
-    """Return whether the host sees what is written on a device, as `on_device` copies nothing there."""
+    """Return whether the host sees what is written on a device.
+
+    Where it does, `on_device` copies nothing.
+    """
     return device.type == "cpu"
 
 

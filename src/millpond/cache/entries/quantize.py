@@ -289,9 +289,9 @@ def _same_for_all(first: QuantizedStore) -> int:
 
 
 def _nothing_due(table: PageTable, quantized: QuantizedPart) -> bool:
-    """Return whether no page is due to be quantized in the next step; False where only the device knows.
+    """Return whether no page is due to be quantized in the next step.
 
-    Nothing waits for that. Of several tiers, at least one may always be due.
+    False where only the device knows, for which nothing waits, and of several tiers, of which one may always be due.
     """
     if quantized.codec.tiered or quantized.codec.ages:
         return False

@@ -142,7 +142,10 @@ class PageTable:
         return self._lengths.behind or any(part.is_behind for part in self.packed_parts)
 
     def newer_counts(self) -> list[Tensor]:
-        """Return the plain entries, then the tombstones of each tier of codes, each (R,) int32 on the device."""
+        """Return the plain entries, then the tombstones of each tier of codes.
+
+        Each is (R,) int32 on the device.
+        """
         return [self.lens, *(part.regions().dead for part in self.packed_parts)]
 
     def lengths(self) -> npt.NDArray[np.int32]:
@@ -324,10 +327,10 @@ class PageTable:
         return page_lists.pages_for_step(self._rows, lens, growing, whole)
 
     def most_entries(self) -> Ints:
-        """Return how many entries the plain pages of each region hold at most, (R,), for which no step waits.
+        """Return how many entries the plain pages of each region hold at most, (R,).
 
-        They are about half a page too many at most. When lengths have come from the device, pages are freed that
-        neither the entries nor the next one need.
+        No step is waited for. The bounds are about half a page too many at most. When lengths have come from the
+        device, pages are freed that neither the entries nor the next one need.
         """
         if self._lengths.arrive():
             keep = self._lengths.most // self.pool.slots + 1
@@ -338,7 +341,7 @@ class PageTable:
         return self._lengths.most
 
     def _look_ahead(self) -> None:
-        """Begin to copy the lengths that only the device knows, some steps before they decide about pages."""
+        """Begin to copy lengths that only the device knows, before they decide about pages."""
         due = self.quantized is not None and self.quantized.steps_until_check <= LOOK_AHEAD
         codes_due = due and self._lengths.is_unsure(LOOK_AHEAD)
         if codes_due or 2 * self._lengths.drift >= self.pool.slots:
@@ -379,7 +382,10 @@ class PageTable:
             self._lengths.host[:] += grew.astype(np.int32)
 
     def admitted(self) -> None:
-        """Update the host's lengths after `ops.admit` made some smaller; free the pages that no entry needs."""
+        """Update the host's lengths after `ops.admit` made some smaller.
+
+        Pages that no entry needs are freed: at once where the host sees the lengths, else when they arrive.
+        """
         if shares_memory(self.lens.device):
             return self.trim()
         self._lengths.fell()

@@ -59,7 +59,10 @@ class RegionLengths:
         return int(self._more.max(initial=0))
 
     def is_unsure(self, n: int) -> bool:
-        """Return whether a region that may be the longest, or is up to `n` entries shorter, may be shorter yet."""
+        """Return whether the host is unsure of the longest regions.
+
+        Those count whose bounds are at most `n` entries below the largest.
+        """
         most = self.most
         return bool(self._more[most >= most.max(initial=0) - n].any())
 
@@ -83,9 +86,10 @@ class RegionLengths:
             self._looks.append((ReadBack([self._there.clone()]), np.zeros_like(self._more)))
 
     def arrive(self) -> bool:
-        """Take the lengths of the last look after which a step was launched; return whether there was one.
+        """Take the lengths of the last look after which a step was launched.
 
-        Who launches a step has read the tokens of the one before the last, so that this waits for nothing.
+        Returns whether there was one. Who launches a step has read the tokens of the one before the last, so that this
+        waits for nothing.
         """
         if not self._looks:
             return False

@@ -51,7 +51,7 @@ class TableSizes(NamedTuple):
 
 
 class _Newer(NamedTuple):
-    """What the host knows of a table whose numbers of entries are newer on the device."""
+    """Numbers that the host knows of a table of which the device knows newer ones."""
 
     pool: RefCountedPool[Any]
     slots_used: list[tuple[RefCountedPool[Any], Ints]]  #: of each tier of codes, its pool and its slots in use, (R,)
@@ -69,7 +69,10 @@ class _Newer(NamedTuple):
         return 1 + len(self.slots_used), self.shape[0] * self.shape[1]
 
     def with_counts(self, counts: Ints) -> TableSizes:
-        """Return the sizes for the plain entries, then the tombstones of each tier, (1 + tiers, R)."""
+        """Return the sizes for numbers of the device, (1 + tiers, R).
+
+        They are those of plain entries, then of each tier's tombstones.
+        """
         packed = [
             (pool, (used - dead).reshape(self.shape))
             for (pool, used), dead in zip(self.slots_used, counts[1:], strict=True)

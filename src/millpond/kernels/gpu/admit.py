@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""What leaves after a step of heads with rules of their own (`OpSet.admit`), and the gaps that close behind it.
+"""Entries that heads with rules of their own let go of after a step (`OpSet.admit`), and gaps that close.
 
 A program decides for one region. Entries are never marked: those that leave at a stage are the free ones up to a key,
 which is found again wherever it is asked.
@@ -54,7 +54,10 @@ HIGHEST = tl.constexpr(2**63 - 1)
 
 @triton.jit
 def in_order(score, position):
-    """Return an integer in the order of the floats, then of the positions: `policy.head_allocation.lowest_scored`."""
+    """Return an integer in the order of the floats, then of the positions.
+
+    It is the key of `policy.head_allocation.lowest_scored`.
+    """
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)  # one zero of the two
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (bits.to(tl.int64) << 32) + position.to(tl.int64)
@@ -64,10 +67,10 @@ def in_order(score, position):
 def judged(
     region, first, keys, STAGE: tl.constexpr, LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Return the slots of a chunk, whether they have an entry, whether it left before a stage or may leave in it.
+    """Return the slots of a chunk, and of each what is known before a stage.
 
-    With them comes the key of each entry. region: see `let_go`; keys: of each stage that is over, the key up to which
-    free entries left in it.
+    That is whether it has an entry, whether the entry left before, whether it may leave in this stage, and its key.
+    region: see `let_go`; keys: of each stage that is over, the key up to which free entries left in it.
     """
     bases, n_arenas, table_row, n, ids_row, classes, last_class, kind, local, seen, sinks, window, newest = region
     slot = first + tl.arange(0, CHUNK)
@@ -124,7 +127,7 @@ def key_of_last(
     LOG_PAGES: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Return the key of the last of the `spare` lowest of the free entries, which are `n_free`."""
+    """Return the key of the last of the `spare` lowest of `n_free` free entries."""
     n = region[3]
     last = tl.full([], LOWEST, tl.int64)
     if spare >= n_free:
@@ -141,9 +144,10 @@ def key_of_last(
 
 @triton.jit
 def share_of(h, stays, left, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr):
-    """Return the entries that head h of a sequence may hold: `policy.head_rules.shorten` of all that stay.
+    """Return the entries that head h of a sequence may hold.
 
-    stays: pointer to (HEADS,) int32; left: int64, entries that all heads may hold together.
+    They are those of `policy.head_rules.shorten`. stays: pointer to (HEADS,) int32; left: int64, entries that all heads
+    may hold together.
     """
     g = tl.arange(0, HEADS_BLOCK)
     counts = tl.load(stays + g, mask=g < HEADS, other=0)
@@ -206,7 +210,7 @@ def let_go(
     BEGINS: tl.constexpr,
     ENDS: tl.constexpr,
 ):
-    """Let go of what the head of a region does not keep, and move its last entries into the slots.
+    """Let go of what a head does not keep, and move its last entries into the slots.
 
     Of BOUNDED sequences one launch BEGINS, and writes how many entries stay of each head by its own rule; another ENDS,
     when those of all heads are known. Else one launch does both.
