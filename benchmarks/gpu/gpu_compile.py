@@ -39,7 +39,10 @@ SHARED_LIMIT = 232_448  #: bytes that a thread block may have on Hopper
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 Row = dict[str, Any]
 #: Modules that would refuse tensors on the CPU.
-CHECKED = ("decode", "dense", "few_rows", "pages", "prefill", "selection", "transform", "window", "write_packed")
+CHECKED = (
+    *("admit", "decode", "dense", "few_rows", "pages", "prefill", "selection", "transform", "window"),
+    "write_packed",
+)
 
 
 class Absent:

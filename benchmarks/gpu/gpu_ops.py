@@ -10,15 +10,28 @@ from gpu_machine import SCORE_TOLERANCE, TOLERANCE, Layer, Machine, error, ints,
 from gpu_rows import Row
 from torch import Tensor
 
+from millpond.cache.entries.compaction import compact
 from millpond.kernels import gpu, reference
-from millpond.kernels.args import AttentionShape, DecodeArgs, EntryRows, PageRegions, PrefillArgs, StepRegions
-from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Reduce, Signal
+from millpond.kernels.args import (
+    AttentionShape,
+    DecodeArgs,
+    EntryRows,
+    HeadRuleArgs,
+    PageRegions,
+    PrefillArgs,
+    StepRegions,
+)
+from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal
 from millpond.kernels.decoder_ops import DecoderOps, GatedActivation, Norm
+from millpond.kernels.eager.pages import gather, occupied
 from millpond.kernels.gpu import few_rows
 from millpond.kernels.gpu.dense import FusedDense
 from millpond.kernels.selection_args import BestArgs, MoveArgs, ShareArgs
 from millpond.kernels.transform_args import CodedDimensions
 from millpond.kernels.window_args import PagedWindowArgs
+from millpond.methods import METHODS
+from millpond.policy.head_rules import HeadRulesPolicy
+from millpond.policy.needs import Heads
 
 HEADS, KV_HEADS, DIM = 32, 8, 128  # of the captured step
 
@@ -386,6 +399,49 @@ def check_transform(machine: Machine) -> Iterator[Row]:
         }
 
 
+def check_admit(machine: Machine) -> Iterator[Row]:
+    """What heads with rules of their own let go of after a step, against the policy in torch."""
+    policy = METHODS.get("fastgen")(special="0;9", punctuation="3;4;5", sinks=2)
+    assert isinstance(policy, HeadRulesPolicy)
+    heads, stored, device = 5, 70 if machine.tiny else 900, machine.device
+    lens = [n for n in (stored, stored // 2, 1) for _ in range(heads)]
+    cases = itertools.product((torch.bfloat16, torch.float32), (UNBOUNDED, stored // 3), (0, stored))
+    for dtype, budget, window in cases:
+        if not machine.mine():
+            continue
+        layer = Layer(machine, dtype, (128, 80), 16, len(lens), stored + 1, lens)
+        twin, seen = layer.twin(), layer.table.shape[1] * 16
+        n_seen = torch.full((3,), seen, device=device)
+        ids = torch.randint(0, 12, (3, seen), device=device)
+        kinds, local = torch.arange(len(lens), device=device) % 5, ints([stored // 9] * len(lens), device)
+        classes, most = policy.classes.table(device), torch.full((3,), heads * budget, device=device)
+        rule = classes, kinds, local, n_seen, policy.quota(n_seen), most, policy.protect.sinks, window
+        gpu.admit(HeadRuleArgs(twin.regions, torch.arange(3, device=device), ids, *rule, bounded=budget < UNBOUNDED))
+        slots, valid = occupied(layer.pages, layer.table, layer.lens, stored)
+        by_head = (3, heads, stored)
+        positions = torch.where(valid, gather(layer.pages.positions, slots), -1).view(by_head)
+        hidden = (positions >= 0) & (seen - positions >= window) if window else positions < -1
+        told = policy.classes_of(ids.gather(1, positions.clamp(min=0).flatten(1).long()).view(by_head), positions)
+        shown = positions.masked_fill(hidden, -1)
+        scores, of_heads = gather(layer.pages.scores, slots).view(by_head), kinds.view(3, heads)
+        leaving = policy.leaving(Heads(scores, shown, told, of_heads, n_seen, local[:3], most))
+        leave = (hidden | leaving).flatten(0, 1)
+        compact(layer.pages, slots, valid, leave)
+        stay = (valid & ~leave).sum(1).int()
+        got, want = (gpu.read(PageRegions(place.pages, place.table, stay), stored) for place in (twin, layer))
+        yield {
+            "op": "admit",
+            "dtype": str(dtype),
+            "shape": str((3, heads, stored)),
+            "rule": f"{budget} {window}",
+            "out": 0.0,
+            "lse": 0.0,
+            "pages": 0.0,
+            "exact": torch.equal(twin.lens, stay) and all(map(torch.equal, got[:4], want[:4])),
+            "limit": 0.0,
+        }
+
+
 CHECKS = (
     check_copies,
     check_dense,
@@ -395,6 +451,7 @@ CHECKS = (
     check_window,
     check_selection,
     check_transform,
+    check_admit,
 )
 
 

@@ -14,6 +14,7 @@ from millpond.cache.serialization import from_tensors, to_tensors
 from millpond.cache.swap import copy_out, release_all, restore
 from tests.helpers.codec.elsewhere import ELSEWHERE, Far, elsewhere, to_far
 from tests.helpers.codec.layers import check, feed, make, parts, positions, tokens
+from tests.helpers.device_memory import set_apart
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +106,27 @@ def test_a_tensor_in_two_places_would_be_seen() -> None:
             x + torch.ones(3)
         with pytest.raises(TypeError, match="cpu"):
             x.numpy()
+
+
+@pytest.mark.parametrize("method", ["tova", "random"])
+def test_entries_are_quantized_at_the_same_steps(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of victims that lie in both parts, the host asks how many lay in which before a page falls due, and no later."""
+    monkeypatch.setenv("MILLPOND_KERNELS", "auto")
+    qkv, steps = tokens(520, batch=2, seed=5), []
+    for apart in (False, True):
+        cache = make("fp8", method, 150)
+        with pytest.MonkeyPatch.context() as patch:
+            counts = set_apart(patch) if apart else {}
+            outs, lens = [feed(cache, qkv, 0, 188)], []
+            for t in range(188, 520):
+                outs.append(feed(cache, qkv, t, t + 1))
+                table, quantized = parts(cache)
+                lens.append((table.lens.tolist(), quantized.lens.tolist(), quantized.regions().dead.tolist()))
+            steps.append((outs, lens, [positions(cache, s) for s in range(2)]))
+    assert steps[0][1:] == steps[1][1:]
+    assert all(map(torch.equal, steps[0][0], steps[1][0]))
+    assert len({tuple(lens[1]) for lens in steps[0][1]}) > 3
+    assert counts["lengths"] < 332 / 3
 
 
 @pytest.mark.parametrize(("codec", "method"), [("int4", "h2o"), ("think", "full")])

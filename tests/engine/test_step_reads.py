@@ -19,10 +19,13 @@ from millpond.engine.engine import Engine
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.sampling.sampler import Drawn, Sampler
+from millpond.engine.step_executor import StepExecutor
 from millpond.kernels.transfers import ReadBack, on_device
 from millpond.models.lean.decoder import Decoder
 from millpond.runner.native_forward import DecodeGraph
 from tests.engine import test_codecs
+from tests.engine.test_lengths_behind import CASES
+from tests.helpers.device_memory import set_apart
 
 SIZE = 600  # more than the short cut of top-p reads
 MIXED = [
@@ -204,8 +207,43 @@ def test_a_quiet_step_is_read_once(method: str, codec: str | None, monkeypatch: 
     engine.close()
 
 
-def looked_at(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts of looks at numbers of tensors, and of reads."""
+@pytest.mark.filterwarnings("ignore::UserWarning")  # a share of a few tokens
+@pytest.mark.parametrize("case", ["h2o int4", "h2o by layer", "fastgen", "fastgen 40%"])
+def test_lengths_that_only_the_device_knows_come_with_the_tokens(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step reads tokens and the sizes of the caches that go with them; lengths are looked at now and then."""
+    monkeypatch.setattr(Engine, "_runs_ahead", True)
+    counts = set_apart(monkeypatch)
+    engine = Engine(test_codecs.model(), **CASES[case], page_slots=32)
+    for n in (210, 190):
+        prompt = tuple(test_codecs.prompt(n))
+        engine.add(Request(request_id=str(n), prompt=prompt, params=SamplingParams(max_tokens=60, temperature=0)))
+    while engine._ahead.n_followed < 3:
+        engine.step()
+    monkeypatch.setattr(NanCheck, "check", lambda *_: None)
+    monkeypatch.setattr(NanCheck, "check_layers", lambda *_: None)
+    looks, steps = looked_at(monkeypatch, read_alone=True), 40
+    real = StepExecutor.launch
+
+    def launch(self: StepExecutor, *given: Any) -> Any:
+        before = looks["wait"] - counts["looks"]
+        launched = real(self, *given)
+        assert looks["wait"] - counts["looks"] == before, "nothing of a step is read before it is settled"
+        return launched
+
+    monkeypatch.setattr(StepExecutor, "launch", launch)
+    for _ in range(steps):
+        engine.step()
+    of_shares = looks.pop("tolist", 0)  # of the host's own numbers
+    assert of_shares == (2 * steps if "fastgen" in case else 0)
+    assert set(looks) <= {"wait", "numpy"}
+    assert 2 * steps < looks["wait"] <= 2 * steps + 2 * steps // (32 / 2 - 2)  # of two layers, each half page
+    assert engine._ahead.n_followed >= steps
+    engine.abort_all()
+    engine.close()
+
+
+def looked_at(monkeypatch: pytest.MonkeyPatch, *, read_alone: bool = False) -> Counter[str]:
+    """Counts of looks at numbers of tensors, and of reads; with `read_alone` a read counts as nothing else."""
     looks: Counter[str] = Counter()
     reading: list[None] = []
 
@@ -223,7 +261,11 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     def wait(self: ReadBack) -> list[Tensor]:
         looks["wait"] += 1
-        return real_wait(self)
+        reading.extend([None] * read_alone)
+        try:
+            return real_wait(self)
+        finally:
+            del reading[len(reading) - read_alone :]
 
     def finish(self: Sampler, *args: Any, **options: Any) -> Any:
         reading.append(None)

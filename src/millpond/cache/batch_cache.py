@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -34,6 +35,14 @@ from millpond.prompt_marks import PromptMarks, Span
 Pages = dict[Pool, int]
 #: Layers whose pages are read from a disk while one plans, which takes less time than the way of its pages.
 READ_AHEAD = 4
+
+
+class CacheSizes(NamedTuple):
+    """Sizes of the caches of all layers at one moment."""
+
+    entries: np.ndarray  #: (n_seq,) entries held in the pool, of all layers and heads together
+    kv_bytes: np.ndarray  #: (n_seq,) bytes of keys and values in the pages that they need
+    used_bytes: np.ndarray  #: (n_seq,) those of `kv_bytes` in slots that hold an entry
 
 
 class BatchCache:
@@ -365,6 +374,26 @@ class BatchCache:
         self._swapped_states = 0, ()
 
     # ------------------------------------------------------------------ figures
+
+    def sizes(self) -> Callable[[], CacheSizes]:
+        """Return a function that returns the sizes of the caches now.
+
+        Only its call may wait for a device.
+        """
+        tables = [table for layer_cache in self.layers if (table := layer_cache.table) is not None]
+        if not any(table.is_behind for table in tables):
+            held = self.held()
+            now = CacheSizes(held.sum((0, 2)), self.kv_bytes(held), self.used_bytes(held))
+            return lambda: now
+        coming = table_bytes.SizesToCome(tables)
+
+        def read() -> CacheSizes:
+            found = coming.wait()
+            entries = np.asarray(sum(sizes.entries.sum(1, dtype=np.int64) for sizes in found))
+            kv_bytes, used = sum(sizes.kv_bytes for sizes in found), sum(sizes.used_bytes for sizes in found)
+            return CacheSizes(entries, np.asarray(kv_bytes), np.asarray(used))
+
+        return read
 
     def held(self) -> np.ndarray:
         """Return entries held in the pool, (n_layers, n_seq, n_kv_heads).

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from millpond.cache.batch_cache import BatchCache
 from millpond.engine.completion import CompletionState
 from millpond.engine.outputs import KVStats
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import LayerShape
+
+#: Returns the sizes of some sequences as they were when it was made.
+Figures = Callable[[], list[KVStats]]
 
 
 class DecodeGroup:
@@ -103,32 +108,47 @@ class DecodeGroup:
         self.batch_cache.clear()
         self.completions = []
 
-    def figures(self) -> list[KVStats]:
-        """Return the size of the cache of every answer now."""
-        return figures_of(self.batch_cache, self.cache_factory, self._layers)
+    def figures(self) -> Figures:
+        """Return a function that returns the size of every answer's cache now.
+
+        See `figures_to_come`.
+        """
+        return figures_to_come(self.batch_cache, self.cache_factory, self._layers)
 
     def update_stats(self) -> None:
         """Record in every answer the size of its cache now."""
-        for completion, figures in zip(self.completions, self.figures(), strict=True):
+        for completion, figures in zip(self.completions, self.figures()(), strict=True):
             completion.count(figures)
 
 
 def figures_of(batch_cache: BatchCache, cache_factory: CacheFactory, layers: list[LayerShape]) -> list[KVStats]:
     """Return the size of each sequence of a batch cache."""
-    held, seen = batch_cache.held(), batch_cache.tracker.seen + batch_cache.tracker.closed
-    heads = sum(layer.n_kv_heads for layer in layers)
-    kv_bytes, used = batch_cache.kv_bytes(held).tolist(), batch_cache.used_bytes(held).tolist()
+    return figures_to_come(batch_cache, cache_factory, layers)()
+
+
+def figures_to_come(batch_cache: BatchCache, cache_factory: CacheFactory, layers: list[LayerShape]) -> Figures:
+    """Return a function that returns the size of each sequence of a batch cache as it is now.
+
+    Only its call may wait: for the work that was launched before.
+    """
+    sizes, seen = batch_cache.sizes(), batch_cache.tracker.seen + batch_cache.tracker.closed
+    outside, heads = batch_cache.outside(), sum(layer.n_kv_heads for layer in layers)
     entry_bytes = sum(cache_factory.entry_bytes(layer) for layer in layers)
-    entries = held.sum((0, 2)) + batch_cache.outside()
-    return [
-        KVStats(
-            seen=int(seen[s]),
-            held=float(entries[s]) / heads,
-            kv_bytes=kv_bytes[s],
-            full_kv_bytes=int(seen[s]) * entry_bytes,
-            evicted=int(seen[s]) * heads - int(entries[s]),
-            unused_bytes=max(0, kv_bytes[s] - used[s]),
-            state_bytes=cache_factory.state_bytes,
-        )
-        for s in range(batch_cache.n_seq)
-    ]
+
+    def figures() -> list[KVStats]:
+        held, kv_bytes, used = (numbers.tolist() for numbers in sizes())
+        entries = [n + int(more) for n, more in zip(held, outside, strict=True)]
+        return [
+            KVStats(
+                seen=int(seen[s]),
+                held=float(entries[s]) / heads,
+                kv_bytes=kv_bytes[s],
+                full_kv_bytes=int(seen[s]) * entry_bytes,
+                evicted=int(seen[s]) * heads - entries[s],
+                unused_bytes=max(0, kv_bytes[s] - used[s]),
+                state_bytes=cache_factory.state_bytes,
+            )
+            for s in range(len(entries))
+        ]
+
+    return figures

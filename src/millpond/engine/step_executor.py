@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, compress
 
 import numpy as np
 import torch
@@ -15,10 +16,9 @@ from millpond.cache.layer.prompt_pass import PartialSpan
 from millpond.engine.chunks.late import LateChunks
 from millpond.engine.completion import CompletionState, with_texts
 from millpond.engine.components import Components
-from millpond.engine.decode_group import DecodeGroup
+from millpond.engine.decode_group import DecodeGroup, Figures
 from millpond.engine.forget import drop_read
 from millpond.engine.next_tokens import Choices, NextTokens
-from millpond.engine.outputs import KVStats
 from millpond.engine.prompt_end import PromptEnd
 from millpond.engine.request_state import RequestState
 from millpond.engine.sampling.token_scores import score_tokens
@@ -69,12 +69,12 @@ class LaunchedStep:
     Attributes:
         completions: Answers that took part, in the order of their rows.
         choices: Their next tokens.
-        figures: Sizes of their caches behind the pass.
+        figures: Sizes of their caches behind the pass, of each group.
     """
 
     completions: list[CompletionState]
     choices: Choices
-    figures: list[KVStats]
+    figures: list[Figures]
 
 
 def run(
@@ -310,22 +310,19 @@ class StepExecutor:
         newest = None if before is None else before.choices.newest(completions)
         logits = run(self._model, groups, [], newest)
         choices = self._next_tokens.launch(completions, logits[0] if len(logits) == 1 else torch.cat(logits), newest)
-        return LaunchedStep(completions, choices, [figures for group in groups for figures in group.figures()])
+        return LaunchedStep(completions, choices, [group.figures() for group in groups])
 
     def settle(self, step: LaunchedStep) -> list[RequestState]:
         """Read the tokens of a launched step, and return the requests that got some.
 
         Others have ended before.
         """
-        open_answers = [
-            (completion, figures)
-            for completion, figures in zip(step.completions, step.figures, strict=True)
-            if not completion.finished
-        ]
-        advanced = dict.fromkeys(self._requests.owner(completion) for completion, _ in open_answers)
+        is_open = [not completion.finished for completion in step.completions]
+        advanced = dict.fromkeys(self._requests.owner(completion) for completion in compress(step.completions, is_open))
         self._next_tokens.take(step.choices)
-        for completion, figures in open_answers:
-            completion.count(figures)
+        figures = chain.from_iterable(figures() for figures in step.figures)
+        for completion, size in compress(zip(step.completions, figures, strict=True), is_open):
+            completion.count(size)
         return list(advanced)
 
     def _choose(self, completions: list[CompletionState], logits: Tensor) -> None:

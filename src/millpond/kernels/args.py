@@ -131,6 +131,7 @@ class HeadRuleArgs:
         most: (n,) int64, most entries of all heads of a sequence together.
         sinks: Positions below count as special.
         window: 0 for none, or w: entries w after the next query leave.
+        bounded: Whether some of the sequences may come to hold as many entries as `most`.
     """
 
     regions: PageRegions
@@ -144,6 +145,11 @@ class HeadRuleArgs:
     most: Tensor
     sinks: int
     window: int
+    bounded: bool
+
+    @property
+    def device(self) -> torch.device:
+        return self.regions.device
 
 
 class OfQueries:

@@ -11,6 +11,14 @@ import torch
 from torch import Tensor
 
 
+def shares_memory(device: torch.device) -> bool:
+    """Return whether the host sees what is written on a device.
+
+    Where it does, `on_device` copies nothing.
+    """
+    return device.type == "cpu"
+
+
 def on_device(source: npt.NDArray[Any] | Tensor, device: torch.device) -> Tensor:
     """Return numbers of the host on a device, for work that is launched after.
 

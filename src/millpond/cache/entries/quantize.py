@@ -268,19 +268,37 @@ def drop(table: PageTable, sequence: int, entries: Entries, gone: Tensor) -> Non
 def quantize_due(table: PageTable, active: np.ndarray) -> None:
     """Quantize what has gathered in plain pages, before a step of `active` (S,) sequences."""
     quantized = table.quantized
-    if quantized is None or quantized.steps_until_check > 0 or quantized.codec.tiered:
+    if quantized is None or quantized.codec.tiered or _nothing_due(table, quantized):
         return
     first, lens = quantized.parts[0], table.lengths()
     if quantized.codec.ages:  # how many stay depends on how many there are
         full = lens >= max_unquantized(first, table.entries())
     else:
-        most = first.codec.sinks + first.codec.residual + first.slots
+        most = _same_for_all(first)
         quantized.steps_until_check = most - int(lens.max(initial=0))
         full = lens >= most
     ready = np.flatnonzero(active & full.any(1))
     if len(ready) and not _quantize_run(table, first, ready):
         _quantize_oldest(table, first, ready)
     pass_down(table, active)
+
+
+def _same_for_all(first: QuantizedStore) -> int:
+    """Return `max_unquantized` where it does not depend on what a region holds."""
+    return first.codec.sinks + first.codec.residual + first.slots
+
+
+def _nothing_due(table: PageTable, quantized: QuantizedPart) -> bool:
+    """Return whether no page is due to be quantized in the next step.
+
+    False where only the device knows, for which nothing waits, and of several tiers, of which one may always be due.
+    """
+    if quantized.codec.tiered or quantized.codec.ages:
+        return False
+    if quantized.steps_until_check <= 0:
+        most = _same_for_all(quantized.parts[0])
+        quantized.steps_until_check = most - int(table.most_entries().max(initial=0))
+    return quantized.steps_until_check > 0
 
 
 def _quantize_oldest(table: PageTable, quantized: QuantizedStore, sequences: np.ndarray) -> None:
@@ -421,10 +439,10 @@ def pages_due(table: PageTable, whole: bool) -> dict[Pool, int]:
     quantized = table.quantized
     if quantized is None:
         return {}
-    first, held = quantized.parts[0], table.entries()
-    slots, lens = first.slots, table.lengths()
-    if quantized.steps_until_check > 0 and not quantized.codec.tiered:
+    first = quantized.parts[0]
+    if _nothing_due(table, quantized):
         return {first.pool: first.n_copied(whole)}
+    held, slots, lens = table.entries(), first.slots, table.lengths()
     if quantized.codec.tiered:
         over = table.budgeted() + 1 - table.budgets().astype(np.int64)
         lower = quantized.parts[-1]

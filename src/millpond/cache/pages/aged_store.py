@@ -58,6 +58,12 @@ class AgedStore:
         return live
 
     @property
+    def may_live(self) -> npt.NDArray[np.bool_]:
+        """See `QuantizedRegions.may_live`."""
+        holds: npt.NDArray[np.bool_] = np.any([part.may_live for part in self.parts], axis=0)
+        return holds
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the tables themselves."""
         return sum(part.nbytes for part in self.parts)

@@ -25,8 +25,10 @@ from millpond.errors import PoolFullError
 from millpond.kernels.args import AttentionShape, PageRegions, StepRegions
 from millpond.kernels.decode_rules import DecodeRule
 from millpond.kernels.eager.pages import gather, occupied
-from millpond.kernels.transfers import on_device, send
+from millpond.kernels.transfers import on_device, send, shares_memory
 
+#: Steps before a page of entries may be due to be quantized, at which the host begins to ask for its length.
+LOOK_AHEAD = 2
 #: Tables of a device whose changes become visible later, see `publish_together`.
 _LATER: ContextVar[dict[int, PageTable] | None] = ContextVar("_LATER", default=None)
 
@@ -133,6 +135,18 @@ class PageTable:
     def unplanned(self) -> bool:
         """Whether its plain pages hold a prompt until its plan, which moves kept entries to others."""
         return self.pool.until_plan
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the device knows newer numbers of entries than the host."""
+        return self._lengths.behind or any(part.is_behind for part in self.packed_parts)
+
+    def newer_counts(self) -> list[Tensor]:
+        """Return the plain entries, then the tombstones of each tier of codes.
+
+        Each is (R,) int32 on the device.
+        """
+        return [self.lens, *(part.regions().dead for part in self.packed_parts)]
 
     def lengths(self) -> npt.NDArray[np.int32]:
         """Return the number of entries in plain pages, (n_seq, n_kv_heads), on the host."""
@@ -242,13 +256,13 @@ class PageTable:
         """Set how many entries each head of a sequence may hold, and how many newest it protects."""
         rows, self._slack = self.rows(sequence), 0
         self._budgets.capacities[rows], self._budgets.recent[rows] = capacities, recent
-        self._publish(ids=False)
+        self._publish_budgets()
 
     def set_head_rules(self, sequence: int, kinds: npt.NDArray[np.int64] | int, recent: Ints | int) -> None:
         """Set the rule of each head of a sequence, and how many newest entries some rules keep."""
         rows = self.rows(sequence)
         self._budgets.head_rules[rows], self._budgets.recent[rows] = kinds, recent
-        self._publish(ids=False)
+        self._publish_budgets()
 
     def budgets(self) -> Ints:
         """Return how many entries each head may hold, (n_seq, n_kv_heads), on the host."""
@@ -262,7 +276,7 @@ class PageTable:
         """Set how many entries each head may hold, (n_seq, n_kv_heads)."""
         self._budgets.capacities[:] = capacities.ravel()
         self._slack = 0
-        self._publish(ids=False)
+        self._publish_budgets()
 
     # ------------------------------------------------------------------ room
 
@@ -282,12 +296,13 @@ class PageTable:
         Raises:
             PoolFullError: the pool is full; nothing was changed.
         """
+        lens = self.most_entries()
         if self._slack >= n:
             return
-        growing = np.full(self.n_regions, True) if grows_always else self._lengths.host < self._budgets.capacities
+        growing = np.full(self.n_regions, True) if grows_always else self._lengths.known < self._budgets.capacities
         if self.quantized is not None:  # a victim among the codes leaves no plain slot for the new entry
-            growing |= self.quantized.live.ravel() > 0
-        spare = self._rows.owned * self.pool.slots - self._lengths.host
+            growing |= self.quantized.may_live
+        spare = self._rows.owned * self.pool.slots - lens
         needy = np.flatnonzero(growing & (spare < n))
         if len(needy):
             more = -(-(n - spare[needy]) // self.pool.slots)
@@ -307,8 +322,30 @@ class PageTable:
         """
         if self._slack > 0 and (not self._rows.may_share or (self._rows.appends_alone and not whole)):
             return 0
-        growing = None if grows_always else self._lengths.host < self._budgets.capacities
-        return page_lists.pages_for_step(self._rows, self._lengths.host, growing, whole)
+        lens = self.most_entries()
+        growing = None if grows_always else self._lengths.known < self._budgets.capacities
+        return page_lists.pages_for_step(self._rows, lens, growing, whole)
+
+    def most_entries(self) -> Ints:
+        """Return how many entries the plain pages of each region hold at most, (R,).
+
+        No step is waited for. The bounds are about half a page too many at most. When lengths have come from the
+        device, pages are freed that neither the entries nor the next one need.
+        """
+        if self._lengths.arrive():
+            keep = self._lengths.most // self.pool.slots + 1
+            spare = np.flatnonzero(self._rows.owned > keep)
+            if len(spare):
+                self._rows.cut(spare, keep[spare])
+                self._slack = 0
+        return self._lengths.most
+
+    def _look_ahead(self) -> None:
+        """Begin to copy lengths that only the device knows, before they decide about pages."""
+        due = self.quantized is not None and self.quantized.steps_until_check <= LOOK_AHEAD
+        codes_due = due and self._lengths.is_unsure(LOOK_AHEAD)
+        if codes_due or 2 * self._lengths.drift >= self.pool.slots:
+            self._lengths.look(again=codes_due)
 
     def pages_for(self, n_tokens: int, whole: bool) -> int:
         """Return the pages that `n_tokens` more entries of every head take, copies included.
@@ -331,12 +368,28 @@ class PageTable:
         self._slack -= n
         if self.quantized is not None:
             self.quantized.stepped(not grows_always)
-            self._lengths.behind |= not grows_always and self.lens.device.type != "cpu"
-        if self._lengths.behind:
-            return  # which regions grew depends on the slots of their victims, which the host reads when it must
-        if self.lens.device.type != "cpu":
-            grew = np.repeat(active, self.n_kv_heads) & (grows_always | (self._lengths.host < self._budgets.capacities))
+        if shares_memory(self.lens.device):
+            return
+        grew = np.repeat(active, self.n_kv_heads)
+        if self._lengths.behind or (self.quantized is not None and not grows_always):
+            if not grows_always:  # where a victim may lie among codes, whether it did is read when it must
+                fills = self._lengths.most < self._budgets.capacities
+                grew &= fills if self.quantized is None else fills | self.quantized.may_live
+            self._lengths.grew(grew)
+            self._look_ahead()
+        else:
+            grew &= grows_always | (self._lengths.host < self._budgets.capacities)
             self._lengths.host[:] += grew.astype(np.int32)
+
+    def admitted(self) -> None:
+        """Update the host's lengths after `ops.admit` made some smaller.
+
+        Pages that no entry needs are freed: at once where the host sees the lengths, else when they arrive.
+        """
+        if shares_memory(self.lens.device):
+            return self.trim()
+        self._lengths.fell()
+        self._look_ahead()
 
     def merged(self, due: npt.NDArray[np.bool_], previous_lens: Ints) -> None:
         """Update the lengths after a merge brought the `due` (S,) sequences to their capacities.
@@ -344,7 +397,7 @@ class PageTable:
         Pages beyond them return to the pool; `previous_lens` (R,) are the entries before the merge.
         """
         removed = np.where(np.repeat(due, self.n_kv_heads), np.maximum(previous_lens - self._budgets.capacities, 0), 0)
-        if self.lens.device.type != "cpu":
+        if not shares_memory(self.lens.device):
             self._lengths.host[:] -= removed
         keep = -(-self._lengths.host // self.pool.slots)
         spare = np.flatnonzero((self._rows.owned > keep) & (removed > 0))
@@ -379,7 +432,7 @@ class PageTable:
         """Set fewer entries of the heads of some sequences, (n, n_kv_heads); free spare pages."""
         regions = (sequences[:, None] * self.n_kv_heads + np.arange(self.n_kv_heads)).ravel()
         self._lengths.host[regions] = lens.ravel()
-        if self.lens.device.type != "cpu":
+        if not shares_memory(self.lens.device):
             self._publish(ids=False)
         self.trim()
 
@@ -464,7 +517,7 @@ class PageTable:
         if whole and self.quantized is not None:
             self.quantized.copy_on_write()
         if self._rows.may_share and (whole or not self._rows.appends_alone):
-            written = page_lists.written(self._rows, self._lengths.host, whole)
+            written = None if whole else page_lists.written(self._rows, self._lengths.host, whole)
             if self._rows.copy_on_write(written):
                 self._publish(lens=False)
 
@@ -515,14 +568,25 @@ class PageTable:
 
     def _publish(self, ids: bool = True, lens: bool = True) -> None:
         """Make the host's numbers visible to the kernels."""
-        device, later = self.pool.arrays.device, _LATER.get()
-        if later is not None and device.type != "cpu":
-            later[id(self)] = self
+        if self._is_visible_later():
             return
+        device = self.pool.arrays.device
         if ids:
             self.pages = on_device(self._rows.ids, device)
             self._runs_current = False
         if lens:
             self.lens = self._lengths.publish(device)
-            self.capacities, self.recent, self.head_rules = self._budgets.publish(device)
+            self._publish_budgets()
         self.regions = PageRegions(self.pool.arrays, self.pages, self.lens)
+
+    def _publish_budgets(self) -> None:
+        if not self._is_visible_later():
+            self.capacities, self.recent, self.head_rules = self._budgets.publish(self.pool.arrays.device)
+
+    def _is_visible_later(self) -> bool:
+        """Whether its changes become visible with those of other tables, see `publish_together`."""
+        later = _LATER.get()
+        if later is None or self.pool.arrays.device.type == "cpu":
+            return False
+        later[id(self)] = self
+        return True

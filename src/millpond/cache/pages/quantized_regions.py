@@ -95,9 +95,14 @@ class QuantizedRegions:
         return self.pool.slots
 
     @property
+    def is_behind(self) -> bool:
+        """Whether the device has buried more than the host knows."""
+        return self._behind and self._view is not None
+
+    @property
     def n_evicted(self) -> Ints:
         """Tombstones, (R,), which the decode kernel counts too."""
-        if self._behind and self._view is not None:
+        if self.is_behind and self._view is not None:
             self._dead[:] = self._view.dead.cpu().numpy()
         self._behind = False
         return self._dead
@@ -108,9 +113,15 @@ class QuantizedRegions:
         return (self.lens - self.n_evicted).reshape(self.n_seq, self.n_kv_heads)
 
     @property
+    def may_live(self) -> npt.NDArray[np.bool_]:
+        """Whether a region may hold an entry, (R,), for which nothing waits."""
+        holds: npt.NDArray[np.bool_] = self.lens > self._dead
+        return holds
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the tables themselves."""
-        return self._pages.ids.nbytes + self.lens.nbytes + self.n_evicted.nbytes + self._keys.nbytes
+        return self._pages.ids.nbytes + self.lens.nbytes + self._dead.nbytes + self._keys.nbytes
 
     def kv_bytes(self) -> npt.NDArray[np.int64]:
         """Return the bytes of keys and values in the pages of each sequence, (n_seq,)."""

@@ -22,6 +22,7 @@ from millpond.errors import PoolFullError
 from millpond.kernels import ops
 from millpond.kernels.args import EntryRows, PaddedEntries
 from millpond.kernels.eager.pages import scatter
+from millpond.kernels.transfers import shares_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +228,7 @@ class QuantizedStore(QuantizedRegions):
     def stepped(self, buries: bool) -> None:
         """Update the counters after a decoding step that may have written tombstones (`buries`)."""
         self.steps_until_check -= 1
-        self._behind |= buries and self._device.type != "cpu"
+        self._behind |= buries and not shares_memory(self._device)
 
     # ------------------------------------------------------------------ sharing
 

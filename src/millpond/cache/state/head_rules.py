@@ -20,6 +20,7 @@ from millpond.cache.types import PerSequence
 from millpond.kernels import ops
 from millpond.kernels.args import AttentionShape, HeadRuleArgs, WindowSignalArgs
 from millpond.kernels.decode_rules import UNBOUNDED, Reduce
+from millpond.kernels.transfers import on_device
 from millpond.policy.head_rules import NestedPlan
 from millpond.policy.needs import HeadRule, HeadRules, Heads
 
@@ -38,6 +39,7 @@ class HeadLimits(NamedTuple):
     capacities: Tensor  #: those of the table, by which a change is seen
     kinds: Tensor
     limited: np.ndarray  #: (S,) whether a head of the sequence lets entries go
+    bounded: bool  #: whether there is a limit of the entries of any sequence
     max_entries: Tensor  #: (S,) int64, entries that all its heads may hold together
     all_sequences: Tensor | None  #: (S,) int64, the numbers of all sequences, if all are limited
 
@@ -142,24 +144,20 @@ class HeadRuleState:
         limits = self._limits_of(table)
         active, device = positions >= 0, table.lens.device
         if limits.all_sequences is not None and active.all():
-            chosen, max_entries, seen = (
-                limits.all_sequences,
-                limits.max_entries,
-                torch.from_numpy(positions + 1).to(device),
-            )
+            chosen, max_entries, seen = limits.all_sequences, limits.max_entries, positions + 1
         else:
             numbers = np.flatnonzero(active if window else active & limits.limited)
             if not len(numbers):
                 return
-            chosen = torch.from_numpy(numbers).to(device)
-            max_entries, seen = limits.max_entries[chosen], torch.from_numpy(positions[numbers] + 1).to(device)
+            chosen = on_device(numbers, device)
+            max_entries, seen = limits.max_entries[chosen], positions[numbers] + 1
         if kept is None or kept.tensor(device) is None:
             return self._release(table, tokens, chosen, max_entries, seen, window, None)
         keeps = [kept.count(s, self._rules.protect.sinks) > 0 for s in chosen.tolist()]
         for members, spans in ((~np.array(keeps), None), (np.array(keeps), kept)):
             if members.any():
-                rows = torch.from_numpy(np.flatnonzero(members)).to(device)
-                self._release(table, tokens, chosen[rows], max_entries[rows], seen[rows], window, spans)
+                rows = on_device(np.flatnonzero(members), device)
+                self._release(table, tokens, chosen[rows], max_entries[rows], seen[members], window, spans)
 
     def _release(
         self,
@@ -167,7 +165,7 @@ class HeadRuleState:
         tokens: TokenIds,
         chosen: Tensor,
         max_entries: Tensor,
-        seen: Tensor,
+        n_seen: np.ndarray,
         window: int,
         kept: KeptSpans | None,
     ) -> None:
@@ -178,11 +176,12 @@ class HeadRuleState:
             tokens: Ids of the tokens.
             chosen: Sequences, (n,).
             max_entries: Entries that all their heads together may hold, (n,) int64.
-            seen: Their tokens so far, (n,) int64.
+            n_seen: Their tokens so far, (n,) int64.
             window: Window of the layer; 0 for none.
             kept: Their kept spans, whose entries take no part; None for none.
         """
         n_heads, device, policy = table.n_kv_heads, table.lens.device, self._rules
+        seen = on_device(n_seen, device)
         if kept is None:
             args = HeadRuleArgs(
                 table.regions,
@@ -192,13 +191,14 @@ class HeadRuleState:
                 table.head_rules,
                 table.recent,
                 seen,
-                policy.quota(seen),
+                on_device(policy.quota(torch.from_numpy(n_seen)), device),
                 max_entries,
                 policy.protect.sinks,
                 window,
+                self._limits_of(table).bounded,
             )
             if table.quantized is None and ops.admit(args):
-                table.trim()
+                table.admitted()
                 return
         sequences = chosen.cpu().numpy()
         slots = SlotView.of(table, (sequences[:, None] * n_heads + np.arange(n_heads)).ravel())
@@ -237,8 +237,9 @@ class HeadRuleState:
             limited = (table.rules() < HeadRule.FULL).any(1) | (max_entries < UNBOUNDED)
             device = table.lens.device
             all_sequences = torch.arange(len(max_entries), device=device) if limited.all() else None
+            bounded = bool((max_entries < UNBOUNDED).any())
             limits = self._limits = HeadLimits(
-                table.capacities, table.head_rules, limited, torch.from_numpy(max_entries).to(device), all_sequences
+                table.capacities, table.head_rules, limited, bounded, on_device(max_entries, device), all_sequences
             )
         return limits
 

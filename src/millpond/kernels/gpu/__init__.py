@@ -13,8 +13,8 @@ except ImportError as error:
 
 # in torch: its matrix products will do
 from millpond.kernels.eager.attention import absolute_sums, attend, newest_alike
-from millpond.kernels.eager.decode import admit
 from millpond.kernels.eager.packed_pages import read_packed
+from millpond.kernels.gpu.admit import admit
 from millpond.kernels.gpu.block_sums import block_sums
 from millpond.kernels.gpu.decode import decode, decode_rows, decode_shared
 from millpond.kernels.gpu.pages import read, read_scores, write
