@@ -184,7 +184,11 @@ def plant_in_plan(patch: pytest.MonkeyPatch, engine: Engine) -> list[int]:
     def where(self: Planner, *_: Any, **__: Any) -> bool:
         return any(layer_cache.planner is self and layer_cache.index == 1 for layer_cache in layers_of(engine))
 
-    return raise_behind(patch, Planner, "plan", where)
+    def joint(self: LayerCache, *_: Any, **__: Any) -> bool:
+        return self.index == 1 and self in layers_of(engine)
+
+    times = raise_behind(patch, LayerCache, "end_joint_plan", joint)
+    return raise_behind(patch, Planner, "plan", where, times)
 
 
 def plant_in_codec(patch: pytest.MonkeyPatch, engine: Engine) -> list[int]:
@@ -194,7 +198,8 @@ def plant_in_codec(patch: pytest.MonkeyPatch, engine: Engine) -> list[int]:
         tables = [layer_cache.table for layer_cache in layers_of(engine) if layer_cache.index == 1]
         return any(table is not None and self in table.packed_parts for table in tables)
 
-    return raise_behind(patch, QuantizedStore, "write_all", where)
+    times = raise_behind(patch, QuantizedStore, "begin", where)
+    return raise_behind(patch, QuantizedStore, "write_all", where, times)
 
 
 def plant_in_sampler(patch: pytest.MonkeyPatch, engine: Engine) -> list[int]:

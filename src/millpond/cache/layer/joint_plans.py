@@ -27,6 +27,7 @@ from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.selection_args import MoveArgs
 from millpond.kernels.transfers import on_device, send
 from millpond.kernels.window_args import PagedWindowArgs
+from millpond.policy.eviction_plan import Counts
 from millpond.policy.policy import REDUCE
 
 #: Bytes of keys and values of a prompt that are read together to be encoded.
@@ -73,28 +74,26 @@ class JointPlan:
         if selection is not None and selection.check.is_ready:
             selection.check.settle()
         columns, counts = self._everything() if selection is None else (selection.columns, selection.counts.ravel())
-        plain, n_plain = columns, counts
+        none = columns[:, :0], np.zeros_like(counts)
+        (codes, n_codes), (plain, n_plain) = none, (columns, counts)
         if self._stores:
             (codes, plain), (n_codes, n_plain) = split_columns(self._stores[0], columns, counts)
         with publish_together():
-            targets = self._targets(n_plain)
-            if targets is None or (self._stores and not self._begin_codes(n_codes)):
-                self._let_go(targets or [])
-                return False
-            if self._stores:
-                try:
+            targets = [layer_cache.room() for layer_cache in self._layers]
+            try:
+                done = self._reserve(targets, n_plain, n_codes)
+                if done:
                     self._encode(targets[0].pool.arrays.dtype, codes, n_codes, signal)
-                except BaseException:
+                    self._move(targets, plain, n_plain, signal)
+                    self._end(targets, n_plain, None if selection is None else selection.capacities)
+                else:
                     self._let_go(targets)
-                    raise
-            self._move(targets, plain, n_plain, signal)
-            for number, (layer_cache, into) in enumerate(zip(self._layers, targets, strict=True)):
-                into.set_lengths(0, self._of_layers(n_plain)[number])
-                capacities = None if selection is None else selection.capacities[number]
-                layer_cache.end_joint_plan(into, self._wanted[number], capacities)
+            except BaseException:
+                self._let_go(targets)
+                raise
         if selection is not None:
             selection.check.settle()
-        return True
+        return done
 
     # ------------------------------------------------------------------ what stays
 
@@ -130,41 +129,36 @@ class JointPlan:
         return counts.reshape(len(self._tables), self._n_heads)
 
     def _let_go(self, targets: Sequence[PageTable]) -> None:
-        """Release what was reserved: the layers hold what they held."""
-        for into in self._fresh(targets):
-            let_go(into)
-        for store in self._stores:
-            store.forget(0)
+        """Release what was reserved: layers whose plan has not ended hold what they held."""
+        for layer_cache, into in zip(self._layers, targets, strict=False):
+            if layer_cache.table is not into:
+                let_go(into)
+        for table in self._tables:
+            if table.quantized is not None:  # else another table has it
+                table.quantized.forget(0)
 
-    def _fresh(self, targets: Sequence[PageTable]) -> list[PageTable]:
-        """Return the tables among `targets` that are new."""
-        return [into for table, into in zip(self._tables, targets, strict=False) if into is not table]
+    def _reserve(self, targets: Sequence[PageTable], n_plain: Ints, n_codes: Ints) -> bool:
+        """Reserve the pages of plain entries and of codes, (L * H,) of both; False if there is no room.
 
-    def _targets(self, counts: Ints) -> list[PageTable] | None:
-        """Return the tables for plain entries, counts (L * H,), with their pages.
-
-        None if there is no room.
+        Layer by layer each gives back what it held before the next one needs room.
         """
-        rooms = [layer_cache.room() for layer_cache in self._layers]
-        fresh, numbers = self._fresh(rooms), self._of_layers(counts)
+        fresh = [into for table, into in zip(self._tables, targets, strict=True) if into is not table]
+        if fresh and not fresh[0].pool.can_allocate(int((-(-n_plain // fresh[0].pool.slots)).sum())):
+            return False
         try:
-            if fresh and not fresh[0].pool.can_allocate(int((-(-counts // fresh[0].pool.slots)).sum())):
-                raise PoolFullError("no room for all layers together")
-            for into, own in zip(fresh, numbers, strict=False):
+            for into, own in zip(fresh, self._of_layers(n_plain), strict=False):
                 into.reserve(0, own)
-        except PoolFullError:  # layer by layer each gives back what it held before the next one needs room
-            self._let_go(rooms)
-            return None
-        return rooms
-
-    def _begin_codes(self, counts: Ints) -> bool:
-        """Give the stores the pages of their codes, counts (L * H,); False if there is no room."""
-        try:
-            for store, own in zip(self._stores, self._of_layers(counts), strict=True):
+            for store, own in zip(self._stores, self._of_layers(n_codes), strict=False):
                 store.begin(own)
         except PoolFullError:
             return False
         return True
+
+    def _end(self, targets: Sequence[PageTable], n_plain: Ints, capacities: Counts | None) -> None:
+        """Let the layers hold what was written, with their capacities (L, H) from now on; None: without any."""
+        for number, (layer_cache, into) in enumerate(zip(self._layers, targets, strict=True)):
+            into.set_lengths(0, self._of_layers(n_plain)[number])
+            layer_cache.end_joint_plan(into, self._wanted[number], None if capacities is None else capacities[number])
 
     def _encode(self, dtype: torch.dtype, columns: Tensor, counts: Ints, scores: Tensor | None) -> None:
         """Quantize entries as plain pages of `dtype` would hold them.
@@ -172,9 +166,10 @@ class JointPlan:
         Raises:
             NumericsError: numbers that the format cannot hold; no entry was changed.
         """
-        width, heads, first = columns.shape[1], self._n_heads, self._stores[0]
+        width, heads = columns.shape[1], self._n_heads
         if not width:
             return
+        first = self._stores[0]
         pages, table, lens = self._source.parts
         layer_bytes = heads * self._n * (pages.key_dim + pages.value_dim) * pages.dtype.itemsize
         together = max(ENCODED_TOGETHER // layer_bytes, 1) * heads
