@@ -28,6 +28,7 @@ from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 from millpond.policy.policy import Policy
 from millpond.prompt_marks import PromptMarks
+from tests.helpers.device_memory import set_apart
 
 LAYERS, HEADS, GROUP, DIM = 4, 3, 2, 64
 SHAPE = AttentionShape(DIM**-0.5)
@@ -332,6 +333,34 @@ def test_errors_come_before_anything_changes() -> None:
     with pytest.raises(BudgetError):
         batch_cache.run_plans()
     assert [int(one.stored.min()) for one in batch_cache.layers] == [45] * LAYERS
+
+
+@pytest.mark.parametrize("name", ["h2o", "ada"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_on_a_device_tables_are_published_at_the_end(name: str, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What kernels see then is what the host knows, in one piece of memory."""
+    policy, found = policy_of(name), []
+    for apart in (False, True):
+        if apart:
+            set_apart(monkeypatch)
+        pool = PagePool(DIM, DIM, torch.float32, slots=8)
+        batch_cache, other = make(policy, pool), make(policy, pool)
+        read(batch_cache, 45)
+        if shared:
+            batch_cache.copy_to([0], other)
+        sent: list[int] = []
+        send = page_table.send
+        monkeypatch.setattr(page_table, "send", lambda *given, to=sent, by=send: to.append(1) or by(*given))
+        batch_cache.run_plans()
+        assert len(sent) == 2 * apart
+        tables = [one.table for one in batch_cache.layers if one.table is not None]
+        for table in tables:
+            assert table.lens.tolist() == table.lengths().ravel().tolist()
+            assert table.capacities.tolist() == table.budgets().ravel().tolist()
+            assert table.regions.table is table.pages
+        assert len({table.lens.untyped_storage().data_ptr() for table in tables}) == (1 if apart else LAYERS)
+        found.append(held(batch_cache))
+    assert_same(found[1], found[0])
 
 
 def test_tables_are_published_in_one_copy() -> None:

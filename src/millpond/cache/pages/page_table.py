@@ -230,7 +230,7 @@ class PageTable:
         The caller releases the previous ones.
         """
         self._rows = lists
-        self._publish(lens=False)
+        self._publish(lens=False, budgets=False)
 
     def held(self) -> PageIds:
         """Return the page ids of all regions, a shared page once per holder."""
@@ -244,7 +244,7 @@ class PageTable:
         """See `PageHolder`."""
         if self._rows.pool is pool:
             self._rows.follow(new_ids)
-            self._publish(lens=False)
+            self._publish(lens=False, budgets=False)
 
     def page_column(self, number: int) -> PageIds:
         """Return the id of the `number`-th page of each region, (R,)."""
@@ -256,13 +256,13 @@ class PageTable:
         """Set how many entries each head of a sequence may hold, and how many newest it protects."""
         rows, self._slack = self.rows(sequence), 0
         self._budgets.capacities[rows], self._budgets.recent[rows] = capacities, recent
-        self._publish_budgets()
+        self._publish(ids=False, lens=False)
 
     def set_head_rules(self, sequence: int, kinds: npt.NDArray[np.int64] | int, recent: Ints | int) -> None:
         """Set the rule of each head of a sequence, and how many newest entries some rules keep."""
         rows = self.rows(sequence)
         self._budgets.head_rules[rows], self._budgets.recent[rows] = kinds, recent
-        self._publish_budgets()
+        self._publish(ids=False, lens=False)
 
     def budgets(self) -> Ints:
         """Return how many entries each head may hold, (n_seq, n_kv_heads), on the host."""
@@ -276,7 +276,7 @@ class PageTable:
         """Set how many entries each head may hold, (n_seq, n_kv_heads)."""
         self._budgets.capacities[:] = capacities.ravel()
         self._slack = 0
-        self._publish_budgets()
+        self._publish(ids=False, lens=False)
 
     # ------------------------------------------------------------------ room
 
@@ -288,7 +288,7 @@ class PageTable:
         """
         rows = self.rows(sequence)
         self._rows.grow(np.arange(rows.start, rows.stop), page_lists.lacking(self._rows, rows, lens))
-        self._publish(lens=False)
+        self._publish(lens=False, budgets=False)
 
     def make_room(self, grows_always: bool, n: int = 1) -> None:
         """Allocate pages for every region that may grow by an entry in each of the next `n` steps.
@@ -308,7 +308,7 @@ class PageTable:
             more = -(-(n - spare[needy]) // self.pool.slots)
             self._rows.grow(needy, more)
             spare[needy] += more * self.pool.slots
-            self._publish(lens=False)
+            self._publish(lens=False, budgets=False)
         self._slack = int(spare[growing].min()) if growing.any() else 2**30
 
     def pages_for_step(self, grows_always: bool, whole: bool) -> int:
@@ -415,7 +415,7 @@ class PageTable:
         self._slack = 0
         if self.quantized is not None:
             self.quantized.steps_until_check = 0
-        self._publish(ids=False)
+        self._publish(ids=False, budgets=False)
 
     def drop_first(self, rows: npt.NDArray[np.int64], pages: npt.NDArray[np.int64]) -> None:
         """Free the first pages (n,) of some regions, all of them full; later pages move up."""
@@ -433,7 +433,7 @@ class PageTable:
         regions = (sequences[:, None] * self.n_kv_heads + np.arange(self.n_kv_heads)).ravel()
         self._lengths.host[regions] = lens.ravel()
         if not shares_memory(self.lens.device):
-            self._publish(ids=False)
+            self._publish(ids=False, budgets=False)
         self.trim()
 
     def trim(self) -> None:
@@ -519,7 +519,7 @@ class PageTable:
         if self._rows.may_share and (whole or not self._rows.appends_alone):
             written = None if whole else page_lists.written(self._rows, self._lengths.host, whole)
             if self._rows.copy_on_write(written):
-                self._publish(lens=False)
+                self._publish(lens=False, budgets=False)
 
     def shared_runs(self) -> SharedPrefixRuns | None:
         """Return the runs of full pages that sequences have in common at their beginning.
@@ -566,8 +566,8 @@ class PageTable:
 
     # ------------------------------------------------------------------ internal
 
-    def _publish(self, ids: bool = True, lens: bool = True) -> None:
-        """Make the host's numbers visible to the kernels."""
+    def _publish(self, ids: bool = True, lens: bool = True, budgets: bool = True) -> None:
+        """Make numbers of the host visible to the kernels."""
         if self._is_visible_later():
             return
         device = self.pool.arrays.device
@@ -576,17 +576,14 @@ class PageTable:
             self._runs_current = False
         if lens:
             self.lens = self._lengths.publish(device)
-            self._publish_budgets()
+        if budgets:
+            self.capacities, self.recent, self.head_rules = self._budgets.publish(device)
         self.regions = PageRegions(self.pool.arrays, self.pages, self.lens)
-
-    def _publish_budgets(self) -> None:
-        if not self._is_visible_later():
-            self.capacities, self.recent, self.head_rules = self._budgets.publish(self.pool.arrays.device)
 
     def _is_visible_later(self) -> bool:
         """Whether its changes become visible with those of other tables, see `publish_together`."""
         later = _LATER.get()
-        if later is None or self.pool.arrays.device.type == "cpu":
+        if later is None or shares_memory(self.pool.arrays.device):
             return False
         later[id(self)] = self
         return True
