@@ -14,7 +14,7 @@ from torch import Tensor
 
 import millpond as mp
 from millpond.cache import swap
-from millpond.cache.entries.quantize import quantize_due
+from millpond.cache.entries.due import quantize_due
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.codec import Codec, LayerCodecs, codec_named, resolve
 from millpond.codec.groups import Coder

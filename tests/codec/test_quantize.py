@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from millpond.cache.entries import quantize, read_write
+from millpond.cache.entries import due, quantize, read_write
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.codec import list_codecs, resolve
 from millpond.codec.channels import channel_scores, kept_channels, query_balance
@@ -47,7 +47,7 @@ def test_decoding_attends_to_what_is_read(codec: str, kernels: str, monkeypatch:
         cache, qkv = make(codec, "h2o", 180, sinks=1, recent=0.1), tokens(290)
     feed(cache, qkv, 0, 200)
     for t in range(200, 200 + steps):
-        quantize.quantize_due(parts(cache)[0], cache.tracker.seen > 0)
+        due.quantize_due(parts(cache)[0], cache.tracker.seen > 0)
         expected = attention(cache, *(x[:, :, t : t + 1] for x in qkv))
         out = feed(cache, qkv, t, t + 1)
         assert (out[0] - expected).abs().max() < bound, t
@@ -172,8 +172,8 @@ def test_no_page_falls_due_in_quiet_steps(codec: str, method: str) -> None:
         table, quantized = parts(cache)
         if quantized.steps_until_check > 0:
             quiet += 1
-            assert (table.lengths() < quantize.max_unquantized(quantized, table.entries())).all()
-            assert not any(quantize.pages_due(table, whole=False).values())
+            assert (table.lengths() < due.max_unquantized(quantized, table.entries())).all()
+            assert not any(due.pages_due(table, whole=False).values())
         feed(cache, qkv, t, t + 1)
         if t == 200:
             cache.select([2, 0, 1])

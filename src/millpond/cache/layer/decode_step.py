@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from millpond.cache.attention.paged import PagedAttention
-from millpond.cache.entries import quantize
 from millpond.cache.entries.compaction import SlotView, rows_at, slots_of
+from millpond.cache.entries.due import demote_due, pages_due, quantize_due
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.ref_counted_pool import Pool
 from millpond.cache.planning.head_competition import HeadCompetition
@@ -242,7 +242,7 @@ class DecodeStep:
         grows = always or self._policy.grows or bool(self._rivals.every)
         whole = whole or not always or self._evicts.evict is not Evict.NEVER
         need: dict[Pool, int] = {table.pool: table.pages_for_step(grows, whole)}
-        return need | quantize.pages_due(table, whole or table.aged is not None)
+        return need | pages_due(table, whole or table.aged is not None)
 
     def plain(self, table: PageTable, shape: AttentionShape) -> bool:
         """Whether there is only `ops.decode` between `begin` and `end`, in the basis of the table."""
@@ -342,7 +342,7 @@ class DecodeStep:
             q_pos = on_device(positions.astype(np.int32), device)
         table.kept = self._tracker.marks.kept.tensor(device)
         table.least = self._planner.budgets.least(table, positions, device)
-        quantize.quantize_due(table, positions >= 0)
+        quantize_due(table, positions >= 0)
         moves = not always or self._evicts.evict is not Evict.NEVER
         table.copy_on_write(whole=moves or rule.signal is not Signal.NONE)  # a signal goes into every slot
         if self._policy.grows:
@@ -382,4 +382,4 @@ class DecodeStep:
         if self._policy.bounded and table.quantized is not None and table.quantized.codec.tiered:
             self._planner.budgets.shrink_upper_tier(table, positions)
         if self._demotes.evict is not Evict.NEVER:
-            quantize.demote_due(table, self._demotes, positions, self._tracker.marks.kept)
+            demote_due(table, self._demotes, positions, self._tracker.marks.kept)

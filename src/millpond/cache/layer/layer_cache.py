@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.attention.paged import PagedAttention
-from millpond.cache.entries import quantize
+from millpond.cache.entries.due import quantize_due
 from millpond.cache.layer.decode_step import DecodeStep, PendingStep
 from millpond.cache.layer.entry_scores import new_entry_scores, scores_of_hidden
 from millpond.cache.layer.layer_storage import LayerStorage
@@ -157,7 +157,7 @@ class LayerCache(LayerStorage):
     def run_plans(self) -> None:
         """Run the plan that waits for the end of the prompt, and quantize entries that are due."""
         table = self._table = self.planner.run_deferred(self._require_table(), self._prompt, self.reconstruction)
-        quantize.quantize_due(table, np.ones(table.n_seq, dtype=bool))
+        quantize_due(table, np.ones(table.n_seq, dtype=bool))
 
     # ------------------------------------------------------------------ the step
 
@@ -233,7 +233,7 @@ class LayerCache(LayerStorage):
             q, k, v = basis.stored(q, k, v)
         if self.shared is not None:
             if kind == "decode_one":
-                quantize.quantize_due(table, span.after > span.before)
+                quantize_due(table, span.after > span.before)
             self.shared.collect(table, k, v, span)
         return OpenPass(kind, table, q, k, v, scores)
 
