@@ -119,7 +119,7 @@ def test_runs_are_quantized_as_sorted_entries_are(codec: str, kernels: str, monk
     qkv, mask = tokens(length, batch=2, seed=3), torch.ones(2, 200, dtype=torch.bool)
     mask[1, :45] = False
     taken: list[bool] = []
-    run = quantize._quantize_run
+    run = due._quantize_run
 
     def watched(*given: Any) -> bool:
         taken.append(run(*given))
@@ -127,7 +127,7 @@ def test_runs_are_quantized_as_sorted_entries_are(codec: str, kernels: str, monk
 
     found = []
     for way in (watched, lambda *given: False):
-        monkeypatch.setattr(quantize, "_quantize_run", way)
+        monkeypatch.setattr(due, "_quantize_run", way)
         cache = make(codec)
         feed(cache, qkv, 0, 200, mask=mask)
         outs = torch.cat(decode(cache, qkv, 200, length), 2)

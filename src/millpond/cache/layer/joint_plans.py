@@ -138,9 +138,9 @@ class JointPlan:
                 table.quantized.forget(0)
 
     def _reserve(self, targets: Sequence[PageTable], n_plain: Ints, n_codes: Ints) -> bool:
-        """Reserve the pages of plain entries and of codes, (L * H,) of both; False if there is no room.
+        """Reserve the pages of plain entries and of codes, (L * H,) of both.
 
-        Layer by layer each gives back what it held before the next one needs room.
+        False if there is no room for all at once: layer by layer each gives back what it held before the next one needs room.
         """
         fresh = [into for table, into in zip(self._tables, targets, strict=True) if into is not table]
         if fresh and not fresh[0].pool.can_allocate(int((-(-n_plain // fresh[0].pool.slots)).sum())):
@@ -155,7 +155,10 @@ class JointPlan:
         return True
 
     def _end(self, targets: Sequence[PageTable], n_plain: Ints, capacities: Counts | None) -> None:
-        """Let the layers hold what was written, with their capacities (L, H) from now on; None: without any."""
+        """Let the layers hold what was written.
+
+        capacities: (L, H) from now on; None for none.
+        """
         for number, (layer_cache, into) in enumerate(zip(self._layers, targets, strict=True)):
             into.set_lengths(0, self._of_layers(n_plain)[number])
             layer_cache.end_joint_plan(into, self._wanted[number], None if capacities is None else capacities[number])
