@@ -167,9 +167,10 @@ def test_a_plan_that_finds_no_room_leaves_what_was_read() -> None:
         ops.write(table.regions_of(table.rows(s)), EntryRows(zeros, counts, index, k[s], v[s], index))
         table.set_lengths(s, np.full(3, 40, dtype=np.int32))
 
-    def plan(into: PageTable, sequence: int, entries: Any) -> None:
+    def plan(into: PageTable, sequence: int) -> None:
         if sequence:
             raise PoolFullError("full")
+        entries = read_write.read(table, sequence)
         read_write.replace(into, sequence, entries, entries.positions >= 10)
 
     with pytest.raises(PoolFullError):

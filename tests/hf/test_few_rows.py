@@ -72,7 +72,7 @@ def test_a_pass_of_five_has_the_bits_of_five_steps(batch: int, dtype: torch.dtyp
         cache.reset()
         model(ids[:, :70], cache=cache)
         for layer in cache.layer_caches:
-            layer.planner = layer._prompt = None  # neither reads a prompt
+            layer._prompt_pass = layer._prompt = None  # neither reads a prompt
         found = model(ids[:, 70:], cache=cache).logits
         assert torch.equal(found, expected)
         assert [cache.positions(layer) for layer in range(len(cache.layers))] == positions

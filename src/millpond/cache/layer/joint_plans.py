@@ -140,7 +140,8 @@ class JointPlan:
     def _reserve(self, targets: Sequence[PageTable], n_plain: Ints, n_codes: Ints) -> bool:
         """Reserve the pages of plain entries and of codes, (L * H,) of both.
 
-        False if there is no room for all at once: layer by layer each gives back what it held before the next one needs room.
+        False if there is no room for all at once; layer by layer each gives back what it held before the next one needs
+        room.
         """
         fresh = [into for table, into in zip(self._tables, targets, strict=True) if into is not table]
         if fresh and not fresh[0].pool.can_allocate(int((-(-n_plain // fresh[0].pool.slots)).sum())):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from millpond.cache.layer.joint_plans import JointPlan
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
@@ -26,7 +27,9 @@ from millpond_lab.bench.methods.candidate import MethodTiming
 
 
 class PlanClock:
-    """Stands around the plan step of each layer of `cache`, and counts the decoder's passes, inside a `with` block.
+    """Stands around the plans of the layers of `cache`, and counts the decoder's passes, inside a `with` block.
+
+    No other cache may be planned meanwhile.
 
     Attributes:
         plan_s: seconds in plans for the prompt: scores, choice, and writing what stays.
@@ -44,11 +47,14 @@ class PlanClock:
     def __enter__(self) -> PlanClock:
         for layer_cache in self._layer_caches:
             layer_cache.planner.plan = self._timed(layer_cache, layer_cache.planner.plan)  # type: ignore[method-assign]
+        self._joint = JointPlan.run
+        setattr(JointPlan, "run", self._timed_together(JointPlan.run))  # noqa: B010
         self._hook = self._decoder.register_forward_pre_hook(self._count)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._hook.remove()
+        setattr(JointPlan, "run", self._joint)  # noqa: B010
         for layer_cache in self._layer_caches:
             del layer_cache.planner.plan
 
@@ -63,11 +69,22 @@ class PlanClock:
                 return
             begun = time.perf_counter()
             plan(*args, **kwargs)
-            spent = time.perf_counter() - begun
-            self.plan_s += spent
-            self.late_s += spent if late else 0.0
+            self._add(time.perf_counter() - begun, late)
 
         return timed
+
+    def _timed_together(self, run: Callable[[JointPlan], bool]) -> Callable[[JointPlan], bool]:
+        def timed(plan: JointPlan) -> bool:
+            begun = time.perf_counter()
+            done = run(plan)
+            self._add(time.perf_counter() - begun, late=bool(self._watch.ticks))
+            return done
+
+        return timed
+
+    def _add(self, spent: float, late: bool) -> None:
+        self.plan_s += spent
+        self.late_s += spent if late else 0.0
 
 
 class TimedRun:
