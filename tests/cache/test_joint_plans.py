@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 from millpond.policy.policy import Policy
 from millpond.prompt_marks import PromptMarks
+from tests.helpers.codec.elsewhere import Far, elsewhere, to_far
 from tests.helpers.device_memory import set_apart
 
 LAYERS, HEADS, GROUP, DIM = 4, 3, 2, 64
@@ -68,15 +70,22 @@ def make(
     return BatchCache([layer(index) for index in range(LAYERS)], tracker)
 
 
-def read(batch_cache: BatchCache, n: int, parts: int = 1, dtype: torch.dtype = torch.float32) -> None:
-    """Read a prompt of `n` tokens, in some parts; its plan waits."""
+def read(
+    batch_cache: BatchCache,
+    n: int,
+    parts: int = 1,
+    dtype: torch.dtype = torch.float32,
+    move: Callable[[Tensor], Tensor] | None = None,
+) -> None:
+    """Read a prompt of `n` tokens, in some parts, moved to a device; its plan waits."""
     draw = torch.Generator().manual_seed(7)
     batch_cache.reading = True
     q, k, v = (torch.randn(LAYERS, 1, heads, n, DIM, generator=draw) for heads in (HEADS * GROUP, HEADS, HEADS))
     for part in torch.arange(n).tensor_split(parts):
         batch_cache.begin(part[None])
         for layer_cache, *own in zip(batch_cache.layers, q, k, v, strict=True):
-            layer_cache.attend(*(t[..., part, :].to(dtype) for t in own), None, SHAPE)
+            new = (t[..., part, :].to(dtype) for t in own)
+            layer_cache.attend(*(new if move is None else map(move, new)), None, SHAPE)
 
 
 def held(batch_cache: BatchCache) -> list[list[Tensor]]:
@@ -136,6 +145,22 @@ def test_heads_that_keep_the_same_do_so_in_each_layer(
     first, second = (caches[1].layers[layer].read(0).positions for layer in range(2))
     assert (first == first[:1]).all()
     assert not torch.equal(first[0, :7], second[0, :7])
+
+
+def test_a_prompt_that_stays_whole_is_known_to_every_layer(
+    alone: Callable[[BatchCache], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = policy_of("snapkv")
+    policy = replace(policy, protect=replace(policy.protect, prompt=True))
+    pool = PagePool(DIM, DIM, torch.float32, slots=8)
+    caches = [make(policy, pool, budgets=[60, 50, 49, 12]) for _ in range(2)]
+    for batch_cache in caches:
+        read(batch_cache, 45)
+    alone(caches[0])
+    assert joined(caches[1], monkeypatch) == [LAYERS]
+    assert_same(held(caches[1]), held(caches[0]))
+    prompts = [[one.sequence_state.prompts[0] for one in batch_cache.layers] for batch_cache in caches]
+    assert prompts == [[((0, 45),)] * LAYERS] * 2
 
 
 @pytest.mark.parametrize("name", METHODS_TOGETHER)
@@ -405,3 +430,38 @@ def test_nan_that_arrives_late_is_refused_in_the_next_step(monkeypatch: pytest.M
     assert int(layer_cache.stored.max()) == 12
     with pytest.raises(NumericsError, match="layer 3: the attention scores"):
         layer_cache.attend(q[:, :, :1], k[:, :, :1], v[:, :, :1], None, SHAPE)
+
+
+@pytest.mark.parametrize("name", ["full", "h2o", "snapkv", "ada", "streaming"])
+@pytest.mark.parametrize("codec", [torch.float32, "int4", "flexgen4"])
+def test_no_tensor_is_in_two_places(name: str, codec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that is not the host's, all layers keep what they keep on the host."""
+    monkeypatch.setenv("MILLPOND_KERNELS", "reference")
+    policy, found = METHODS.get("full")() if name == "full" else policy_of(name), []
+    for far in (False, True):
+        with elsewhere() if far else nullcontext():
+            storage = codec if isinstance(codec, torch.dtype) else resolve(codec)
+            batch_cache = coded(policy, PoolSet(storage, 16, MemoryLimit(None), masses=False))
+            read(batch_cache, 330, 2, move=to_far if far else None)
+            together = joined(batch_cache, monkeypatch)
+            assert together == ([] if name == "full" and codec is torch.float32 else [LAYERS])
+            found.append([[near(t) for t in own] for own in held(batch_cache)])
+    assert_same(found[1], found[0])
+
+
+def near(x: Tensor) -> Tensor:
+    return x.near if isinstance(x, Far) else x
+
+
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "ada", "window"])
+def test_no_tensor_is_in_two_places_as_a_layer_is_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLPOND_KERNELS", "reference")
+    draw, found = torch.Generator().manual_seed(3), []
+    new = [torch.randn(2, heads, 45, DIM, generator=draw) for heads in (HEADS * GROUP, HEADS, HEADS)]
+    for far in (False, True):
+        with elsewhere() if far else nullcontext():
+            pools = PoolSet(torch.float32, 16, MemoryLimit(None), masses=False)
+            layer_cache = LayerCache(0, policy_of(name), lambda *_: 20, pools.plain, PositionTracker())
+            layer_cache.attend(*(to_far(t) if far else t for t in new), None, SHAPE)
+            found.append([[near(t) for t in layer_cache.read(sequence)[:4]] for sequence in range(2)])
+    assert_same(found[1], found[0])

@@ -184,8 +184,10 @@ class Planner:
     def _prompt_ends(self, sequence: int, seen: int) -> None:
         """Remember where the newest prompt of a sequence lies, if the policy protects prompts."""
         if self._policy.protect.prompt:
-            begin = self._sequence_state.turns.get(sequence, 0)
-            self._sequence_state.prompts[sequence] = (*self._sequence_state.prompts.get(sequence, ()), (begin, seen))
+            span = self._sequence_state.turns.get(sequence, 0), seen
+            before = self._sequence_state.prompts.get(sequence, ())
+            if before[-1:] != (span,):  # a plan that found no room is made again
+                self._sequence_state.prompts[sequence] = (*before, span)
 
     def stepped(self, table: PageTable, q: Tensor, q_pos: Tensor, positions: np.ndarray) -> None:
         """After a step, evict or merge what the decode kernel could not, down to the budget.
@@ -331,6 +333,7 @@ class Planner:
     def end_joint_plan(self, table: PageTable, wanted: Wanted, capacities: Counts | None) -> None:
         """Set the budget of the only sequence after the plan that `wanted` asked."""
         if not self._policy.keeps_all:
+            self._prompt_ends(0, self._sequence_state.pending[0])
             self.budgets.limit(table, 0, wanted.budget, capacities)
             self._sequence_state.pending.clear()
 

@@ -161,7 +161,7 @@ def write_packed(regions: PackedRegions, rows: EntryRows) -> None:
         n, begin = int(count[r]), int(start[r])
         if n <= 0:
             continue
-        row, own_head = rows.index[r, :n].long(), torch.tensor([r], device=start.device)
+        row, own_head = rows.index[r, :n].long(), torch.full((1,), r, device=start.device)
         keys = stored_keys(regions, own_head, rows.keys[r, row][None], positions[r, row][None])[0]
         pair = (keys, stored_values(regions, own_head, rows.values[r, row][None])[0])
         slots = torch.arange(begin, begin + n, device=start.device)
