@@ -16,7 +16,7 @@ from millpond.cache import batch_cache as batch_cache_module
 from millpond.cache.batch_cache import BatchCache
 from millpond.cache.layer import joint_plans
 from millpond.cache.layer.layer_cache import LayerCache
-from millpond.cache.pages import page_table
+from millpond.cache.pages import publishing
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.pool import PagePool
 from millpond.cache.pages.pool_set import PoolSet
@@ -374,8 +374,8 @@ def test_on_a_device_tables_are_published_at_the_end(name: str, shared: bool, mo
         if shared:
             batch_cache.copy_to([0], other)
         sent: list[int] = []
-        send = page_table.send
-        monkeypatch.setattr(page_table, "send", lambda *given, to=sent, by=send: to.append(1) or by(*given))
+        send = publishing.send
+        monkeypatch.setattr(publishing, "send", lambda *given, to=sent, by=send: to.append(1) or by(*given))
         batch_cache.run_plans()
         assert len(sent) == 2 * apart
         tables = [one.table for one in batch_cache.layers if one.table is not None]
@@ -394,7 +394,7 @@ def test_tables_are_published_in_one_copy() -> None:
     batch_cache.run_plans()
     tables = [one.table for one in batch_cache.layers if one.table is not None]
     before = [[t.clone() for t in (x.pages, x.lens, x.capacities, x.recent, x.head_rules)] for x in tables]
-    page_table.publish_all(tables)
+    publishing.publish_all(tables)
     memory = {x.lens.untyped_storage().data_ptr() for x in tables}
     assert len(memory) == 1
     for table, wanted in zip(tables, before, strict=True):

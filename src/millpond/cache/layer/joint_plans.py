@@ -17,7 +17,8 @@ from torch import Tensor
 from millpond.cache.entries.oldest import split_columns
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.layer.prompt_pages import let_go
-from millpond.cache.pages.page_table import PageTable, publish_together
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.pages.publishing import publish_together
 from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.cache.planning.prompt_selection import Ints, Selection, Wanted, select
 from millpond.errors import PoolFullError

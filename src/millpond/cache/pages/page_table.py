@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -12,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from millpond.cache.pages import page_lists
+from millpond.cache.pages import page_lists, publishing
 from millpond.cache.pages.aged_store import AgedStore, QuantizedPart
 from millpond.cache.pages.page_lists import PageLists
 from millpond.cache.pages.pool import PageIds, PagePool
@@ -25,38 +22,10 @@ from millpond.errors import PoolFullError
 from millpond.kernels.args import AttentionShape, PageRegions, StepRegions
 from millpond.kernels.decode_rules import DecodeRule
 from millpond.kernels.eager.pages import gather, occupied
-from millpond.kernels.transfers import on_device, send, shares_memory
+from millpond.kernels.transfers import on_device, shares_memory
 
 #: Steps before a page of entries may be due to be quantized, at which the host begins to ask for its length.
 LOOK_AHEAD = 2
-#: Tables of a device whose changes become visible later, see `publish_together`.
-_LATER: ContextVar[dict[int, PageTable] | None] = ContextVar("_LATER", default=None)
-
-
-@contextmanager
-def publish_together() -> Iterator[None]:
-    """Make what changes of any tables inside visible to kernels at the end.
-
-    It goes to their device in one copy. Until then kernels see the numbers from before, and a new table has none.
-    """
-    mark = _LATER.set({})
-    try:
-        yield
-    finally:
-        tables = list((_LATER.get() or {}).values())
-        _LATER.reset(mark)
-        for device in {table.pool.arrays.device for table in tables}:
-            publish_all([table for table in tables if table.pool.arrays.device == device])
-
-
-def publish_all(tables: Sequence[PageTable]) -> None:
-    """Make the numbers of tables of one device visible to kernels, in one copy of each type."""
-    lists = [(table.page_lists.ids, *table.region_numbers) for table in tables]
-    small = send([part for numbers in lists for part in numbers[:-1]], tables[0].pool.arrays.device)
-    large = send([numbers[-1] for numbers in lists], tables[0].pool.arrays.device)
-    by_kind = (small[kind::4] for kind in range(4))
-    for table, pages, lens, capacities, recent, rules in zip(tables, *by_kind, large, strict=True):
-        table.adopt(pages, lens, capacities, recent, rules)
 
 
 class PageTable:
@@ -213,12 +182,22 @@ class PageTable:
         return self._rows.pool is not self.pool
 
     @property
+    def device(self) -> torch.device:
+        """See `publishing.Numbers`."""
+        return self.pool.arrays.device
+
+    @property
+    def page_ids(self) -> PageIds:
+        """See `publishing.Numbers`."""
+        return self._rows.ids
+
+    @property
     def region_numbers(self) -> tuple[Ints, Ints, Ints, npt.NDArray[np.int64]]:
-        """Lengths, capacities, protected newest positions and rules of all regions, each (R,), on the host."""
+        """See `publishing.Numbers`."""
         return self._lengths.host, *self._budgets
 
     def adopt(self, pages: Tensor, lens: Tensor, capacities: Tensor, recent: Tensor, head_rules: Tensor) -> None:
-        """Let kernels read these copies of the host's numbers, which they may write to."""
+        """See `publishing.Numbers`."""
         self.pages, self.lens, self._runs_current = pages, lens, False
         self._lengths.adopt(lens)
         self.capacities, self.recent, self.head_rules = capacities, recent, head_rules
@@ -582,8 +561,4 @@ class PageTable:
 
     def _is_visible_later(self) -> bool:
         """Whether its changes become visible with those of other tables, see `publish_together`."""
-        later = _LATER.get()
-        if later is None or shares_memory(self.pool.arrays.device):
-            return False
-        later[id(self)] = self
-        return True
+        return not shares_memory(self.pool.arrays.device) and publishing.defer(self)

@@ -103,16 +103,15 @@ def select(policy: Policy, view: View, wanted: Sequence[Wanted]) -> Selection:
     assert policy.score is not None, "a policy that keeps everything makes no plan"
     n_layers, n = len(wanted), view.positions.shape[1]
     n_heads, device = len(view.positions) // n_layers, view.positions.device
-    spans = []
-    for one in wanted:
-        protect = policy.protected(one.budget, one.between)
+    turn, spans = 0 if policy.every_step else view.turn, []
+    protects = [policy.protected(one.budget, one.between) for one in wanted]
+    for protect, one in zip(protects, wanted, strict=True):
         protect.check(one.budget)
-        of_layer = protect.spans(view, one.budget, 0 if policy.every_step else view.turn)
+        of_layer = protect.spans(view, one.budget, turn)
         spans.append([(max(begin, 0), min(max(end, 0), n)) for begin, end in of_layer])
     if not is_by_region(policy.score):
-        (one,) = wanted
-        protect = policy.protected(one.budget, one.between)
-        pinned = protect.mask(view, one.budget, 0 if policy.every_step else view.turn)
+        (protect,), (one,) = protects, wanted
+        pinned = protect.mask(view, one.budget, turn)
         view = replace(view, budget=one.budget, pinned=pinned)
     value = policy.value(view, n_layers).float()
     heads = policy.heads if isinstance(policy.heads, Ada) else None
