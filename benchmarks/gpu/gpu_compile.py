@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import gpu_codes
 import gpu_ops
+import gpu_plan_ops
 import torch
 import triton
 from gpu_machine import Machine
@@ -101,7 +102,7 @@ def compile_all(tiny: bool) -> dict[str, Compiled]:
     """Every kernel in every variant that gpu_check.py calls for."""
     found = compile_instead_of_launch()
     # nothing is computed, so there is nothing to compare with
-    gpu_ops.reference = gpu_ops.gpu  # type: ignore[assignment]
+    gpu_ops.reference = gpu_plan_ops.reference = gpu_ops.gpu  # type: ignore[assignment]
     seal = gpu_codes.reference.write_packed
     gpu_codes.reference = SimpleNamespace(decode=gpu_codes.gpu.decode, write_packed=seal)  # type: ignore[assignment]
     machine = Machine(interpret=True, tiny=tiny)
